@@ -55,7 +55,7 @@ def test_equal_masks_of_two_ranks_are_detected():
     generator = np.random.default_rng(0)
     mask = (generator.random((DRAWS, ROWS // 2)) < BATCH / ROWS).astype(int)
     assert largest_pair_correlation(np.concatenate([mask, mask], axis=1)) > 20
-    assert p_values(mask + mask, BATCH / ROWS)["spread"] < 1e-6
+    assert p_values(mask + mask, BATCH / ROWS)["batch_sizes"] < 1e-6
 
 
 def trained_rarely(steps):

@@ -1,4 +1,4 @@
-"""Files that are damaged at random, as bytes and as the values that they hold."""
+"""Random damage to files: to their bytes, and to their JSON values."""
 
 import json
 
@@ -11,7 +11,7 @@ PICKLES = [b"\x80\x04\x95", b"cos\nsystem\n(S'true'\ntR.", b"\x80\x02cposix\nsys
 
 
 def bent(choose, whole):
-    """Bytes with some of them cut, flipped, doubled, exchanged or put in."""
+    """Returns the bytes after random truncation, bit flips, deletion, insertion or duplication."""
     for _ in range(choose.choice((1, 1, 1, 2, 5))):
         place, length = choose.randrange(len(whole) + 1), choose.choice((1, 1, 2, 8, 64))
         kind = choose.randrange(6)
@@ -31,7 +31,7 @@ def bent(choose, whole):
 
 
 def exchanged(choose, tree):
-    """JSON values with one of them exchanged, gone, or put elsewhere."""
+    """Changes, deletes, adds or copies one value of a JSON tree, in place."""
     places = list(_places(tree))
     owner, key = choose.choice(places)
     kind = choose.randrange(4)

@@ -1,4 +1,4 @@
-"""The replay detector: the same step on a data set and its neighbours, without noise, and how far the sums part."""
+"""Compares the noise-free sums of one step on a data set and on its neighbors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dpengine import PrivacyEngine
 
 MODES = ["auto", "hooks", "functorch", "ew", "ghost"]
 ROWS, FEATURES, CLASSES = 6, 4, 3
-SLACK = 2.0**-20  # by which thresholds are lowered, so that rounding stays within them
-ROUNDING = 1e-6  # float32 sums of a few rows, relative to the threshold
+SLACK = 2.0**-20  # relative reduction of the clipping norm that leaves room for rounding
+ROUNDING = 1e-6  # of float32 sums of a few samples, relative to the clipping norm
 
 
 def mlp():
@@ -25,7 +25,7 @@ def mlp():
 
 
 def tensors(*shape, rows=ROWS):
-    """Inputs of very different lengths, and classes."""
+    """Returns inputs with very different norms, and classes."""
     generator = torch.Generator().manual_seed(2)
     inputs = torch.randn(rows, *(shape or (FEATURES,)), generator=generator)
     scale = torch.tensor([1.0, 5.0, 0.1, 20.0, 1.0, 3.0]).repeat(rows // 6 + 1)[:rows]
@@ -39,7 +39,7 @@ def plain_step(model, optimizer, inputs, targets):
 
 
 def private(model, data, *, make_optimizer=None, mode="auto", **options):
-    """Engine, model, optimizer and a loader of the whole data in one batch; p.grad will be the sum itself."""
+    """Returns an engine, model, optimizer and loader of one full batch; ``p.grad`` is the clipped sum."""
     engine = PrivacyEngine(seed=0)
     make_optimizer = make_optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=1.0))
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
@@ -50,7 +50,7 @@ def private(model, data, *, make_optimizer=None, mode="auto", **options):
 
 
 def release_of(model, data, step=plain_step, **options):
-    """The sum that one step releases, as one float64 vector; the model stays as it is."""
+    """Returns the sum that one step releases as a float64 vector; does not change the model."""
     model = copy.deepcopy(model)
     _, model, optimizer, loader = private(model, data, **options)
     for batch in loader:
@@ -60,28 +60,28 @@ def release_of(model, data, step=plain_step, **options):
 
 
 def without(data, row):
-    """The neighbour that lacks one row."""
+    """Returns the data without one sample."""
     return [torch.cat([t[:row], t[row + 1 :]]) for t in data]
 
 
 def influence(model, data, step=plain_step, *, whole=None, **options):
-    """Returns the largest change of the released sum when one row is left out."""
+    """Returns the largest change of the released sum if one sample is removed."""
     whole = release_of(model, data, step, **options) if whole is None else whole
-    assert whole.isfinite().all() and whole.norm() > 0  # a sum of nothing would move by nothing
-    with unprobed():  # the probe is most of a step here, and the batch was probed as a whole
+    assert whole.isfinite().all() and whole.norm() > 0  # a zero sum would not change
+    with unprobed():  # the probe takes most of the time, and has already seen the full batch
         parted = [whole - release_of(model, without(data, row), step, **options) for row in range(len(data[0]))]
     return max(float(difference.norm()) for difference in parted)
 
 
 def truth_of(model, data, max_norm=1.0):
-    """The clipped sum of a loop over rows, as one float64 vector."""
+    """Returns the clipped sum of a loop over samples as a float64 vector."""
     rows = per_sample_gradients(model, F.cross_entropy, (data[0],), data[1])
     total = clipped_sum(rows, (1 - SLACK) * max_norm)
     return torch.cat([total[name].flatten() for name, p in model.named_parameters() if p.requires_grad])
 
 
 def assert_right(model, data, step=plain_step, *, plain=None, **options):
-    """The released sum is that of a loop over rows, and no row moves it by more than the threshold."""
+    """Asserts that the sum equals that of a loop over samples, and that no sample adds more than the clipping norm."""
     truth = truth_of(plain or model, data)
     found = release_of(model, data, step, **options)
     assert float((found - truth).norm() / truth.norm()) < 1e-5

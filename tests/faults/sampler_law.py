@@ -1,4 +1,4 @@
-"""Detects a wrong sampler: compares the examples of each batch with Poisson sampling."""
+"""Statistical tests of a loader against Poisson sampling."""
 
 import numpy as np
 from scipy import stats
@@ -19,14 +19,14 @@ def inclusion_counts(loader, draws, rows):
 def p_values(found, rate):
     """Returns two-sided p-values under Poisson sampling at this rate.
 
-    They test the counts of each example (``"each"``), the total count, and the variance of batch sizes (``"spread"``).
+    They test the counts of each example (``"each"``), the total count, and the variance of batch sizes (``"batch_sizes"``).
     """
     draws, rows = found.shape
     each = stats.chi2(rows).cdf(((found.sum(0) - draws * rate) ** 2).sum() / (draws * rate * (1 - rate)))
     total = stats.binom(draws * rows, rate).cdf(found.sum())
     sizes = found.sum(1)
-    spread = stats.chi2(draws).cdf(((sizes - rows * rate) ** 2).sum() / (rows * rate * (1 - rate)))
-    return {name: 2 * min(p, 1 - p) for name, p in {"each": each, "total": total, "spread": spread}.items()}
+    batch_sizes = stats.chi2(draws).cdf(((sizes - rows * rate) ** 2).sum() / (rows * rate * (1 - rate)))
+    return {name: 2 * min(p, 1 - p) for name, p in {"each": each, "total": total, "batch_sizes": batch_sizes}.items()}
 
 
 def largest_pair_correlation(found):

@@ -1,4 +1,4 @@
-"""Samples made so that their bfloat16 sum exceeds the clipping norm, by rounding of norms or of factors."""
+"""Adversarial samples whose bfloat16 sum would exceed the clipping norm by rounding of norms or factors."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ JUST_ABOVE = 1 + 2.0**-7  # multiplied by most factors, it is rounded by up to 2
 
 
 def opposite(acts, grads):
-    """Positions in pairs that differ by the last bit, with opposite gradients."""
+    """Pairs of positions whose inputs differ in the last bit, with opposite gradients."""
     acts, grads = acts.clone(), grads.clone()
     acts[:, 1::2] = acts[:, : acts.shape[1] // 2 * 2 : 2] * (1 + 2.0**-7)
     grads[:, 1::2] = -grads[:, : grads.shape[1] // 2 * 2 : 2]
@@ -27,7 +27,7 @@ def opposite(acts, grads):
 
 
 def dominated(acts, grads):
-    """One number of a gradient that all positions have, as behind a mean over positions."""
+    """Output gradients with one nonzero entry, equal at all positions, as from a mean over positions."""
     grads = torch.zeros_like(grads)
     grads[..., 0] = JUST_ABOVE
     return acts, grads
@@ -76,7 +76,7 @@ def true_norms(acts, grads):
 
 
 def contribution(acts, grads, bound):
-    """Norm of the clipped sum of one sample over the clipping norm."""
+    """Returns the norm of the clipped gradient of one sample relative to the clipping norm."""
     one = entry_of(acts, grads)
     norm_B = one.sq_norm(GRAM, 1, Scratch()).sqrt()
     buffer = FlatBuffer([one.use.parameter])
@@ -100,7 +100,7 @@ def test_no_sample_exceeds_the_clipping_norm(attack, shape):
 
 @pytest.mark.hazard("U2")
 def test_no_sample_exceeds_the_clipping_norm_if_rounding_undoes_a_cancellation():
-    """A search over two numbers with opposite signs, of which one is rounded up and the other down."""
+    """Searches pairs of numbers of opposite signs, of which one is rounded up and the other down."""
     torch.manual_seed(0)
     found = []
     for _ in range(300):
@@ -115,7 +115,7 @@ def test_no_sample_exceeds_the_clipping_norm_if_rounding_undoes_a_cancellation()
 
 @pytest.mark.hazard("U2")
 def test_no_factor_makes_a_sample_exceed_the_clipping_norm():
-    """A search over the factors whose product with all numbers is rounded up."""
+    """Searches clipping factors whose products with all entries are rounded up."""
     acts, grads = (tensor[:1] for tensor in made("dominated", "short"))
     truth = float(true_norms(acts, grads))
     found = [contribution(acts, grads, truth * part) for part in torch.linspace(0.4, 0.99, 400).tolist()]
@@ -146,7 +146,7 @@ def test_norms_are_not_low_if_each_product_has_the_largest_error(attack, shape, 
 
 
 @pytest.mark.parametrize("shape", ["one", "short", "wide-head"])
-def test_an_ordinary_sample_keeps_its_size(shape):
+def test_an_ordinary_sample_is_not_scaled_down(shape):
     acts, grads = made("random", shape)
     truth_B = true_norms(acts, grads)
     for i in range(ROWS):
@@ -172,7 +172,7 @@ def test_a_sample_whose_bound_after_rounding_is_not_finite_contributes_zero(boun
     assert ((true_norms(same_acts, weighted_grads) > 0) == (torch.arange(ROWS) > 0)).all()
 
 
-def test_a_sample_that_was_dropped_leaves_the_others_as_they_are():
+def test_a_dropped_sample_does_not_change_the_others():
     acts, grads = made("random", "short")
     grads[2] = float("nan")
     one = entry_of(acts, grads)

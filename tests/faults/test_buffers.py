@@ -15,7 +15,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 
 
 class Keeps(nn.Module):
-    """A model that keeps something in a buffer by itself, without any layer of torch that does."""
+    """Model that writes its own buffer, without a torch layer that does so."""
 
     def __init__(self, write, *, start=None, persistent=True):
         super().__init__()
@@ -114,7 +114,7 @@ def watched_pass(watch, model, inputs):
 
 @pytest.mark.parametrize("write", [in_place, replaced, made, removed], ids=lambda write: write.__name__)
 @pytest.mark.hazard("M3")
-def test_a_buffer_that_is_written_late_is_found(write):
+def test_a_buffer_write_in_a_later_pass_is_found(write):
     calls = []
 
     def late(model, inputs):
@@ -148,7 +148,7 @@ def test_writes_that_do_not_change_the_version_are_found_at_the_next_comparison_
 
 
 @pytest.mark.hazard("M3")
-def test_an_interrupted_pass_is_undone():
+def test_put_back_restores_buffers_after_an_interrupted_pass():
     model = Keeps(in_place)
     watch = BufferWatch(ModuleTables(model))
     watch.note()
@@ -171,7 +171,7 @@ def test_changes_between_passes_are_accepted():
 
 
 @pytest.mark.hazard("M3")
-def test_a_nan_that_is_not_written_is_no_change():
+def test_an_unmodified_nan_buffer_is_accepted():
     model = Keeps(nothing, start=torch.tensor([float("nan"), 1.0]))
     watched_pass(BufferWatch(ModuleTables(model)), model, tensors()[0])
 
@@ -222,7 +222,7 @@ def test_an_evaluation_may_write_buffers():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_a_large_parameter_that_is_written_behind_its_version_is_found_by_its_digest(dtype):
+def test_a_write_to_a_large_parameter_that_bypasses_its_version_is_found_by_its_digest(dtype):
     class Writes(nn.Module):
         def __init__(self):
             super().__init__()

@@ -20,7 +20,7 @@ LR = 0.5
 
 
 class Trace:
-    """A user who calls things in any order, and an account of what may come of it."""
+    """Calls the API in random order and checks charges and parameter updates."""
 
     def __init__(self, choose, **options):
         torch.manual_seed(0)
@@ -35,7 +35,7 @@ class Trace:
         )
         self.batches, self.batch, self.losses = iter(self.loader), None, []
         self.drawn, self.released, self.releases = set(), set(), 0
-        self.sums = {}  # of each chunk that went through backward, by ticket and chunk
+        self.sums = {}  # clipped sum of each chunk after its backward pass, by step and chunk
         self.calls = []
 
     def draw(self):
@@ -47,7 +47,7 @@ class Trace:
         self.drawn.add(inside.state(self.engine).step)
         self.losses = self.losses if self.choose.random() < 0.2 else []
 
-    def break_off(self):
+    def restart_loader(self):
         self.batches = iter(self.loader)
 
     def forward(self):
@@ -73,8 +73,8 @@ class Trace:
             state = inside.state(self.engine)
             self.sums[state.step, state.chunk] = truth
 
-    def usual(self):
-        """A step as it should be: all chunks of a batch."""
+    def full_step(self):
+        """Runs a correct step over all chunks of a batch."""
         self.model.train()
         self.losses = []
         for _ in range(4):
@@ -87,7 +87,7 @@ class Trace:
                 break
 
     def accumulate(self):
-        """Two batches in one step, undeclared."""
+        """Uses two batches in one step without ``accumulation_steps``."""
         for _ in range(2):
             self.draw()
             self.losses = []
@@ -95,8 +95,8 @@ class Trace:
             self.backward()
         self.step()
 
-    def again(self):
-        """Two backward passes over one batch."""
+    def backward_twice(self):
+        """Runs two backward passes over one batch."""
         for _ in range(2):
             self.forward()
             self.backward()
@@ -109,9 +109,9 @@ class Trace:
             self.optimizer.step()
         finally:
             moved = any(not torch.equal(before[name], p) for name, p in self.named())
-            took_place = inside.state(self.engine).stage == "released" and charged < self.engine.ledger.steps
-            assert took_place or not moved
-            if took_place:
+            stepped = inside.state(self.engine).stage == "released" and charged < self.engine.ledger.steps
+            assert stepped or not moved
+            if stepped:
                 self.check_release(before, self.engine.ledger.steps - charged)
 
     def check_release(self, before, charged):
@@ -146,16 +146,16 @@ class Trace:
                 finally:
                     handle.remove()
 
-    def scribble(self):
+    def overwrite_gradient(self):
         self.model.weight.grad = torch.ones_like(self.model.weight)
 
-    def look(self):
+    def other_forward(self):
         self.model(torch.randn(3, FEATURES))
 
     CALLS = (
         ["draw", "forward", "backward", "step", "zero_grad"] * 3
-        + ["usual"] * 5
-        + ["accumulate", "again", "toggle", "break_off", "fail", "scribble", "look"]
+        + ["full_step"] * 5
+        + ["accumulate", "backward_twice", "toggle", "restart_loader", "fail", "overwrite_gradient", "other_forward"]
     )
 
     def run(self, length):
@@ -213,25 +213,25 @@ def trace_all(seeds, options):
             print(f"seed {seed}: {' '.join(trace.calls)}")
             raise
         releases += trace.releases
-    assert releases > len(seeds)  # or it would prove nothing
+    assert releases > len(seeds)  # enough steps for a meaningful test
 
 
 @pytest.mark.one_in(5, "options", others="slow")
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options)) or "plain")
 @pytest.mark.hazard("L1")
-def test_no_order_of_calls_releases_a_batch_twice(options):
+def test_random_call_orders_release_each_batch_at_most_once(options):
     trace_all(range(6), options)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options)) or "plain")
 @pytest.mark.hazard("L1")
-def test_no_order_of_ten_thousand_releases_a_batch_twice(options):
+def test_ten_thousand_random_call_orders_release_each_batch_at_most_once(options):
     trace_all(range(10, 2010), options)
 
 
 @pytest.mark.parametrize("discard", ["zero_grad", "a second backward"])
-def test_a_batch_whose_discarding_cannot_be_charged_leaves_nothing_in_the_next_release(discard, monkeypatch):
+def test_a_batch_is_discarded_even_if_charging_it_fails(discard, monkeypatch):
     loop = make_loop()
     batches = iter(loop.loader)
     batch = next(batches)

@@ -1,4 +1,4 @@
-"""Effect of one sample on the sum of a step."""
+"""Sensitivity of the clipped sum to one sample."""
 
 import inside
 import pytest
@@ -45,7 +45,7 @@ def attentive_model(m, inputs):
 
 
 class Tied(nn.Module):
-    """An embedding of signs, used again as the output layer of a hidden state."""
+    """Embedding of the signs of the inputs, tied to the output layer."""
 
     def __init__(self):
         super().__init__()

@@ -56,7 +56,7 @@ POISON = [math.nan, math.inf, -math.inf, 1e38, -1e38, 1e30, 1e19, 3e-39, 0.0]
     }
 )
 def mixed_model(m, inputs):
-    """An embedding, a convolution, norms and a recurrent layer, fed by the same numbers."""
+    """Embedding, convolution, layer norm and GRU, all applied to the same inputs."""
     places = inputs.nan_to_num(0, 0, 0).clamp(0, 4).long()
     mixed = m.table(places) + m.conv(inputs.unsqueeze(1)).transpose(1, 2)
     return m.head(m.gru(m.norm(mixed))[0][:, -1])
@@ -112,7 +112,7 @@ def test_a_nan_sample_of_a_model_that_returns_its_loss_is_dropped(mode):
 
 
 class Broken(Dataset):
-    """A row that cannot be decoded."""
+    """Data set in which one example cannot be decoded."""
 
     def __init__(self):
         self.inputs, self.targets = tensors()
@@ -138,7 +138,7 @@ def test_an_example_that_cannot_be_decoded_is_dropped():
         plain_step(model, optimizer, *batch)
 
 
-# Loaders in other people's loops
+# Unusual uses of the loader
 
 
 def test_two_loops_over_one_loader_never_share_a_logical_batch():
@@ -155,7 +155,7 @@ def test_two_loops_over_one_loader_never_share_a_logical_batch():
     assert loop.engine.ledger.steps == 5
 
 
-def test_batches_that_were_listed_first_are_charged_and_all_but_the_last_rejected():
+def test_listing_the_loader_charges_every_batch_and_at_most_one_can_be_used():
     loop = make_loop(noise_multiplier=1.0, batch_size=3)
     trained = 0
     for batch in list(loop.loader):
@@ -180,7 +180,7 @@ def test_a_batch_cannot_be_used_in_two_steps():
 # Other models in the same loop
 
 
-def test_a_copy_from_within_a_step_is_a_plain_model_without_gradients():
+def test_a_deepcopy_within_a_step_is_an_ordinary_model_without_gradients():
     loop = make_loop(noise_multiplier=1.0)
     inputs, targets = first_batch(loop.loader)
     loss = F.cross_entropy(loop.model(inputs), targets)
@@ -195,11 +195,11 @@ def test_a_copy_from_within_a_step_is_a_plain_model_without_gradients():
     assert loop.engine.ledger.steps == 1
 
 
-DEATHS = (RuntimeError, ConnectionError, EOFError)  # a worker is gone, or what it had begun to send
+WORKER_ERRORS = (RuntimeError, ConnectionError, EOFError)  # a worker exited, or its data was incomplete
 
 
-class Deadly(Dataset):
-    """The worker that reads a certain row dies, once: as soon as a file is there."""
+class KillsWorker(Dataset):
+    """Kills the first worker that reads a certain example, once the file ``go`` exists."""
 
     def __init__(self, row, folder):
         self.rows, self.row = examples(8), row
@@ -218,13 +218,13 @@ class Deadly(Dataset):
 
 
 @pytest.fixture
-def deaths_are_found_by_asking(monkeypatch):
-    """Torch also lets the signal of a death raise wherever the program is then, in the test's own framework too."""
+def no_signal_of_worker_exits(monkeypatch):
+    """Disables torch's signal handler for worker exits, which could raise inside pytest."""
     monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_error_if_any_worker_fails", lambda: None)
 
 
 def loop_with_workers(data):
-    """Batches of all eight rows, in four chunks."""
+    """Returns a private loop over logical batches of eight samples, in four physical batches."""
     loader = DataLoader(data, batch_size=8, num_workers=2, timeout=2)
     model, engine = mlp(), PrivacyEngine(seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -234,11 +234,11 @@ def loop_with_workers(data):
 
 
 @pytest.mark.hazard("D7")
-def test_a_worker_that_fails_in_a_batch_discards_it_and_the_next_is_exact(tmp_path, deaths_are_found_by_asking):
-    data = Deadly(7, tmp_path)  # in the last chunk
+def test_a_worker_failure_within_a_batch_discards_it_and_the_next_is_exact(tmp_path, no_signal_of_worker_exits):
+    data = KillsWorker(7, tmp_path)  # in the last chunk
     loop = loop_with_workers(data)
     before, began = state_of(loop.model), time.monotonic()
-    with pytest.raises(DEATHS):
+    with pytest.raises(WORKER_ERRORS):
         for inputs, targets in loop.loader:
             loop.step(inputs, targets)
             data.go.touch()
@@ -251,14 +251,14 @@ def test_a_worker_that_fails_in_a_batch_discards_it_and_the_next_is_exact(tmp_pa
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
-@pytest.mark.usefixtures("deaths_are_found_by_asking")
+@pytest.mark.usefixtures("no_signal_of_worker_exits")
 @pytest.mark.hazard("D7")
-def test_a_worker_that_fails_before_its_batch_is_returned_costs_nothing(tmp_path):
-    """The same batch comes again: nothing was made of it, and nothing about it was decided anew."""
-    data = Deadly(1, tmp_path)  # in the first chunk
+def test_a_worker_failure_before_the_batch_is_returned_is_not_charged(tmp_path):
+    """The next pass returns the same batch, because it was neither used nor drawn again."""
+    data = KillsWorker(1, tmp_path)  # in the first chunk
     data.go.touch()
     loop = loop_with_workers(data)
-    with pytest.raises(DEATHS):
+    with pytest.raises(WORKER_ERRORS):
         train(loop)
     assert data.done.exists() and loop.loader.position == loop.engine.ledger.steps == 0
     assert train(loop) == 4 and [one.kind for one in loop.engine.ledger.history] == ["release"]

@@ -24,7 +24,7 @@ of Opacus.
 
 
 def names_by_id(files, root):
-    """Names of test functions, with their file, by each id that they are marked with."""
+    """Returns the test names, with their files, by hazard id."""
     found = {}
     texts = {file: file.read_text(encoding="utf-8") for file in files}
     for file, text in texts.items():

@@ -35,7 +35,7 @@ def assert_same(found, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize(
-    ("prepare", "says"),
+    ("prepare", "message"),
     [
         (lambda loop: None, "loader returned no batch"),
         (lambda loop: first_batch(loop.loader), "no backward pass ran"),
@@ -44,11 +44,11 @@ def assert_same(found, expected, tolerance=1e-5):
     ids=["no-batch", "no-backward", "eval-mode"],
 )
 @pytest.mark.hazard("L2")
-def test_a_step_with_nothing_to_release_names_the_cause(prepare, says):
+def test_a_step_without_clipped_gradients_raises_and_names_the_cause(prepare, message):
     loop = make_loop(noise_multiplier=1.0)
     before = state_of(loop.model)
     prepare(loop)
-    with pytest.raises(BatchStateError, match=rf"DPE022.*{says}"):
+    with pytest.raises(BatchStateError, match=rf"DPE022.*{message}"):
         loop.optimizer.step()
     assert all(torch.equal(before[name], value) for name, value in state_of(loop.model).items())
 
@@ -68,7 +68,7 @@ def test_eval_mode_between_forward_and_backward_changes_nothing(mode):
     assert_right(nn.Sequential(mlp(), nn.Dropout(0.0)), tensors(), step, plain=mlp(), mode=mode)
 
 
-# Whatever ends a logical batch early, its sums are destroyed and it is charged
+# An interrupted logical batch is discarded and charged
 
 
 def stop_iterating(loop, chunks):
@@ -102,13 +102,13 @@ def out_of_memory(loop, chunks):
 @pytest.mark.parametrize("end", [stop_iterating, fail_in_forward, fail_in_backward, out_of_memory])
 @every_mode
 @pytest.mark.hazard("L4")
-def test_a_batch_that_ended_early_is_charged_and_leaves_nothing_behind(mode, end):
+def test_an_interrupted_batch_is_charged_and_does_not_affect_the_next(mode, end):
     loop = make_loop(accumulation_steps=3, batch_size=12, grad_sample_mode=mode)
     chunks = iter(loop.loader)
     loop.backward(*next(chunks))
     assert not inside.state(loop.engine).clean
     chunks = end(loop, chunks)
-    while inside.state(loop.engine).stage != "idle":  # the rest of the batch that was given up, and then a whole one
+    while inside.state(loop.engine).stage != "idle":  # the rest of the discarded batch, then a complete one
         loop.optimizer.zero_grad()
         expected = []
         for position in range(3):
@@ -130,11 +130,11 @@ def test_a_batch_that_ended_early_is_charged_and_leaves_nothing_behind(mode, end
     assert_same(gradients_of(loop.model), truth)
 
 
-# Parameters that come, go, thaw or are swapped
+# Parameters that are added, frozen, unfrozen or replaced
 
 
 @pytest.mark.hazard("L9")
-def test_an_unfrozen_parameter_gets_noise_of_its_own():
+def test_a_parameter_unfrozen_between_steps_gets_noise():
     model = loop_mlp()
     model[0].requires_grad_(False)
     loop = make_loop(model, make_optimizer=lambda _: torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=50.0)
@@ -150,12 +150,12 @@ def test_an_unfrozen_parameter_gets_noise_of_its_own():
 @pytest.mark.one_in(4, "when", "what", "mode", others="slow")
 @pytest.mark.one_in(2, "when", "what", "mode")
 @pytest.mark.parametrize("when", ["before backward", "before step"])
-@pytest.mark.parametrize("what", ["swap", "freeze", "thaw", "add"])
+@pytest.mark.parametrize("what", ["swap", "freeze", "unfreeze", "add"])
 @every_mode
 @pytest.mark.hazard("L9")
 def test_a_parameter_that_changes_within_a_step_raises(mode, what, when):
     model = loop_mlp()
-    model[0].weight.requires_grad_(what != "thaw")
+    model[0].weight.requires_grad_(what != "unfreeze")
     loop = make_loop(
         model, make_optimizer=lambda _: torch.optim.SGD(model.parameters(), lr=1.0), grad_sample_mode=mode,
         noise_multiplier=1.0,
@@ -165,7 +165,7 @@ def test_a_parameter_that_changes_within_a_step_raises(mode, what, when):
     change = {
         "swap": lambda: setattr(model[0], "weight", nn.Parameter(torch.zeros(5, FEATURES))),
         "freeze": lambda: model[0].weight.requires_grad_(False),
-        "thaw": lambda: model[0].weight.requires_grad_(True),
+        "unfreeze": lambda: model[0].weight.requires_grad_(True),
         "add": lambda: model.add_module("3", nn.Linear(CLASSES, CLASSES)),
     }[what]
     with pytest.raises(PrivacyError, match=r"DPE0(01|02|16)"):

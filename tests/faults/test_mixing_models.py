@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
 
 
 class Between(nn.Module):
-    """Two layers, something between them, and a head."""
+    """Model with an operation between its two layers."""
 
     def __init__(self, between, *, time=None, width=8, bare=True):
         super().__init__()
@@ -94,7 +94,7 @@ def balanced_experts(hidden, layer):
 
 
 def memory_order(hidden, layer):
-    """A reshape where a transpose was meant."""
+    """Uses a reshape in place of a transpose."""
     return layer(hidden.transpose(0, 1).reshape(hidden.shape))
 
 
@@ -114,7 +114,7 @@ WITH_TIME = [time_first, memory_order]
 
 
 class Scored(nn.Module):
-    """A model that computes its loss itself."""
+    """Model that computes its loss."""
 
     def __init__(self, model):
         super().__init__()
@@ -152,7 +152,7 @@ def test_as_many_time_steps_as_samples_are_distinguished_in_the_default_mode():
 
 @pytest.mark.hazard("M2")
 @pytest.mark.parametrize("between", [sorted_rows, flipped])
-def test_an_order_that_the_model_restores_is_rejected_and_accepted_by_whole_model(between):
+def test_reordering_that_the_model_undoes_is_rejected_but_accepted_by_whole_model(between):
     with pytest.raises(UnsupportedLayerError, match=r"restores it later trains with grad_sample_mode='whole_model'"):
         release_of(Between(between), tensors())
     assert_right(Between(between), tensors(), mode="whole_model")
@@ -194,12 +194,12 @@ def test_the_layer_that_mixes_samples_is_named_and_nothing_is_released():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-# No false alarms. Thousands more: run the tests of gradients, layers and sensitivity with the probe in front.
+# No false alarms. The tests of gradients, layers and sensitivity also run with the probe.
 
 
 @model_of(lambda: {"net": mlp()})
 def sorting(m, inputs):
-    """All layers see the rows in one order, if not in that of the loader: each sample is one row everywhere."""
+    """Sorts the samples before all layers and restores their order, so that all layers use the same order."""
     order = inputs[:, 0].argsort()
     return m.net(inputs[order])[order.argsort()]
 
@@ -208,7 +208,7 @@ def sorting(m, inputs):
     lambda: {"entry": nn.Linear(FEATURES, 4), "lstm": nn.LSTM(4, 4, batch_first=True), "head": nn.Linear(4, CLASSES)}
 )
 def packed_model(m, inputs):
-    """Sequences of different lengths, sorted and put back by torch."""
+    """Packed sequences of different lengths, which torch sorts and restores."""
     lengths = 1 + (inputs[:, 0, 0].abs() * 10).long() % inputs.shape[1]
     packed = nn.utils.rnn.pack_padded_sequence(m.entry(inputs), lengths, batch_first=True, enforce_sorted=False)
     return m.head(m.lstm(packed)[1][0][0])
@@ -216,7 +216,7 @@ def packed_model(m, inputs):
 
 @model_of(lambda: {"entry": nn.Linear(FEATURES, 4), "head": nn.Linear(4, CLASSES)})
 def trimmed_model(m, inputs):
-    """Cuts padding off, down to the longest row: shapes, and so dropout, follow from the batch."""
+    """Truncates padding to the longest sequence, so that shapes and dropout masks depend on the batch."""
     lengths = 1 + (inputs[:, 0, 0].abs() * 10).long() % inputs.shape[1]
     longest = int(lengths.max()) if len(inputs) else 1
     hidden = F.dropout(m.entry(inputs[:, :longest]), 0.5)
@@ -230,7 +230,7 @@ def time_major(m, inputs):
 
 
 class Cached(nn.Module):
-    """Keeps its last attention for the eye, counts its calls, and shares a mask and a table of positions."""
+    """Stores its attention weights, counts its calls, and shares a mask and position embeddings."""
 
     def __init__(self):
         super().__init__()
@@ -364,7 +364,7 @@ def test_the_schedule_of_probes(monkeypatch):
 
 
 @pytest.mark.hazard("M2")
-def test_much_larger_batches_are_probed_as_well(monkeypatch):
+def test_a_much_larger_batch_is_probed_again(monkeypatch):
     asked = record_probes(monkeypatch, ask=False)
     model = mlp()
     clipper = PerSampleGradientClipper(model, Flat(1.0))
@@ -392,15 +392,15 @@ def test_the_first_probe_waits_for_a_batch_of_two_samples(monkeypatch):
 
 
 @model_of(lambda: {"net": mlp(), "generator": random.Random(0)})
-def whimsical(m, inputs):
-    """Draws from a generator that a second run does not set back."""
+def not_reproducible(m, inputs):
+    """Uses a random generator that the probe does not restore."""
     return m.net(inputs) * m.generator.random()
 
 
 @pytest.mark.hazard("M2")
-def test_a_model_that_cannot_be_run_again_is_reported_once():
+def test_a_model_that_is_not_reproducible_warns():
     with pytest.warns(PrivacyWarning, match=r"DPE012.*could not|DPE012.*is not known whether the model"):
-        release_of(whimsical(), tensors())
+        release_of(not_reproducible(), tensors())
 
 
 @dataclass

@@ -46,7 +46,7 @@ NORMS = {
 
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.hazard("M1")
-def test_batch_norm_is_rejected_before_training(name):
+def test_batch_norm_is_rejected_by_make_private(name):
     model = nn.Sequential(nn.Linear(FEATURES, 5), NORMS[name](), nn.Linear(5, CLASSES))
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*1"):
         private(model, tensors())
@@ -78,7 +78,7 @@ class Overwrites(nn.Module):
 @pytest.mark.parametrize("place", ["input", "activation"])
 @every_mode
 @pytest.mark.hazard("M6")
-def test_a_saved_tensor_that_changes_before_the_backward_pass_raises(mode, place):
+def test_an_in_place_change_of_a_saved_tensor_raises(mode, place):
     engine, model, optimizer, loader = private(Overwrites(place), tensors(), mode=mode, noise_multiplier=1.0)
     with pytest.raises((RuntimeError, PrivacyError), match=r"inplace operation|(another|a different) output"):
         plain_step(model, optimizer, *next(iter(loader)))
@@ -91,13 +91,13 @@ def test_a_saved_tensor_that_changes_before_the_backward_pass_raises(mode, place
 
 @model_of(lambda: {"lstm": nn.LSTM(FEATURES, 4), "head": nn.Linear(4, CLASSES)})
 def time_first(m, inputs):
-    """A model that lacks ``batch_first=True``."""
+    """Model whose LSTM lacks ``batch_first=True``."""
     return m.head(m.lstm(inputs)[0].mean(dim=1))
 
 
 @every_mode
 @pytest.mark.hazard("M9")
-def test_a_recurrent_layer_with_time_first_is_rejected_by_name(mode):
+def test_a_time_first_recurrent_layer_is_rejected_by_name(mode):
     with pytest.raises(BatchMismatchError, match=r"DPE018.*'lstm.*3 (rows|samples)"):
         release_of(time_first(), tensors(3, FEATURES), mode=mode)
 
@@ -105,16 +105,16 @@ def test_a_recurrent_layer_with_time_first_is_rejected_by_name(mode):
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("M9")
-def test_as_many_time_steps_as_samples_are_rejected(mode):
+def test_a_time_first_layer_is_rejected_if_sequence_length_equals_batch_size(mode):
     with pytest.raises(PrivacyError, match=r"DPE0(01|18)"):
         release_of(time_first(), tensors(6, FEATURES), mode=mode)
 
 
-# Tables that all rows share
+# Tables that all samples share
 
 
 class Positions(nn.Module):
-    """Position embeddings as they are written: ids of shape (1, T) or (T,), taken beside the batch."""
+    """Position embeddings in the usual form, with ids of shape (1, T) or (T,) that do not depend on the batch."""
 
     def __init__(self, ids, tied):
         super().__init__()
@@ -125,14 +125,14 @@ class Positions(nn.Module):
 
     def forward(self, inputs):
         hidden = inputs + self.table(self.ids[..., : inputs.shape[1]])
-        if self.tied:  # the same table by rows, too
+        if self.tied:  # a second lookup, by sample
             hidden = hidden + self.table(inputs[..., 0].abs().long() % 9)
         return self.head(torch.tanh(hidden).mean(dim=1))
 
 
 @pytest.mark.one_in(6, "mode", "ids", "tied", others="slow")
 @pytest.mark.one_in(3, "mode", "ids", "tied")
-@pytest.mark.parametrize("tied", [False, True], ids=["alone", "with-rows"])
+@pytest.mark.parametrize("tied", [False, True], ids=["positions-only", "positions-and-samples"])
 @pytest.mark.parametrize("ids", [torch.arange(9).unsqueeze(0), torch.arange(9)], ids=["1-T", "T"])
 @every_mode
 @pytest.mark.hazard("M9")
@@ -148,7 +148,7 @@ def test_position_embeddings_without_a_batch_axis_are_exact(mode, ids, tied):
 
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 @pytest.mark.hazard("M9")
-def test_as_many_positions_as_samples_are_exact_or_rejected_if_no_other_pass_can_decide(mode):
+def test_as_many_positions_as_samples_are_exact_or_rejected_if_the_probe_is_inconclusive(mode):
     data = tensors(6, FEATURES)
     assert_right(Positions(torch.arange(9), False), data, plain=Positions(torch.arange(9), False), mode=mode)
 
@@ -171,9 +171,9 @@ def test_as_many_positions_as_samples_are_exact_or_rejected_if_no_other_pass_can
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("M10")
-def test_dropout_is_clipped_with_the_masks_of_its_forward_pass(mode):
+def test_clipping_uses_the_dropout_masks_of_the_forward_pass(mode):
     class Masked(nn.Module):
-        """Dropout whose masks come with the rows, so that a row alone has the mask that it had among the others."""
+        """Dropout with a fixed mask for each sample, so that the mask does not depend on the rest of the batch."""
 
         def __init__(self):
             super().__init__()
@@ -320,9 +320,9 @@ OUTPUTS = {
     "scalar": (lambda loss, logits: loss, lambda output: output),
     "dataclass": (Output, lambda output: output.loss),
     "list-in-dataclass": (lambda loss, logits: Output([loss], None), lambda output: output.loss[0]),
-    "elsewhere": (keep_on_the_model, lambda output: Kept.loss),
+    "on-another-object": (keep_on_the_model, lambda output: Kept.loss),
 }
-UNSEEN = {"elsewhere"}
+UNSEEN = {"on-another-object"}
 
 
 @pytest.mark.one_in(10, "mode", "name", others="slow")

@@ -1,4 +1,4 @@
-"""Keys and seeds of the noise, and noise of repeated steps."""
+"""Keys and seeds of the noise, and independence of the noise of different steps."""
 
 import os
 
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 
 
 def wide():
-    """A model without gradient where inputs are zero, so that a release is noise alone."""
+    """Returns a model with zero gradients for zero inputs, so that a step releases only noise."""
     return nn.Linear(40, 50, bias=False)
 
 
 def noise_of(engine, steps):
-    """Returns the results of several steps, one row for each, in units of the standard deviation of the noise."""
+    """Returns the noise ``(steps, parameters)`` in units of its standard deviation."""
     model = wide()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     data = torch.utils.data.TensorDataset(torch.zeros(6, 40))
@@ -38,25 +38,25 @@ def noise_of(engine, steps):
 
 
 @pytest.mark.hazard("N1")
-def test_all_random_numbers_depend_on_256_bits_of_the_operating_system(monkeypatch):
-    asked = []
+def test_noise_is_derived_from_one_256_bit_key_of_the_operating_system(monkeypatch):
+    sizes = []
     system = os.urandom
 
     def urandom(size):
-        asked.append(size)
+        sizes.append(size)
         return bytes(range(size)) if size == 32 else system(size)
 
     monkeypatch.setattr(os, "urandom", urandom)
     one, two = (noise_of(PrivacyEngine(secure_rng=secure), 2) for secure in (True, False))
-    assert asked.count(32) == 2  # one key for each run
-    assert torch.equal(one, two)  # and nothing else
+    assert sizes.count(32) == 2  # one key for each run
+    assert torch.equal(one, two)  # and no other source
     monkeypatch.undo()
     assert not torch.isclose(noise_of(PrivacyEngine(secure_rng=True), 2), one).any(dim=1).all()
 
 
 @pytest.mark.parametrize("secure", [True, False])
 @pytest.mark.hazard("N1")
-def test_seeds_of_the_user_do_not_reach_masks_or_noise(secure):
+def test_global_seeds_of_torch_and_numpy_do_not_determine_the_noise(secure):
     def run():
         torch.manual_seed(42)
         np.random.seed(42)
@@ -66,7 +66,7 @@ def test_seeds_of_the_user_do_not_reach_masks_or_noise(secure):
 
 
 @pytest.mark.hazard("N1")
-def test_a_seed_is_shown_and_repeats_the_noise():
+def test_an_engine_seed_is_marked_insecure_and_reproduces_the_noise():
     engine, _, optimizer, _ = private(wide(), tensors(40)[:1], noise_multiplier=1.0)
     assert "INSECURE_SEED" in repr(optimizer)
     assert inside.noise_source(engine).insecure_seed
@@ -76,14 +76,14 @@ def test_a_seed_is_shown_and_repeats_the_noise():
 
 
 @pytest.mark.hazard("N1")
-def test_masks_and_noise_of_one_step_are_of_two_domains():
+def test_masks_and_noise_of_one_step_use_separate_random_streams():
     source = NoiseSource.fresh()
     assert not set(source.words(64, domain="mask", step=0)) & set(source.words(64, domain="noise", step=0))
 
 
-# 40 releases of 2,000 draws. A correlation of two rows has standard deviation 1 / sqrt(2000) = 0.022; six are allowed.
+# 40 steps of 2,000 draws. The correlation of two steps has standard deviation 1 / sqrt(2000) = 0.022; six are allowed.
 @pytest.mark.hazard("N2")
-def test_no_step_epoch_or_run_repeats_the_noise_of_another():
+def test_noise_is_uncorrelated_between_steps_epochs_and_runs():
     engine = PrivacyEngine(seed=7)
     noise = torch.cat([noise_of(engine, 20), noise_of(engine, 20)])  # passes over the loader have two steps each
     correlations = torch.corrcoef(noise) - torch.eye(len(noise))
@@ -94,7 +94,7 @@ def test_no_step_epoch_or_run_repeats_the_noise_of_another():
 
 
 @pytest.mark.hazard("N2")
-def test_sums_are_zeroed_if_their_noise_cannot_be_drawn():
+def test_sums_are_zeroed_if_noise_generation_fails():
     class Failed(Exception):
         pass
 
@@ -115,13 +115,13 @@ def test_sums_are_zeroed_if_their_noise_cannot_be_drawn():
 
 
 @pytest.mark.hazard("N2")
-def test_a_step_whose_noise_was_drawn_is_never_drawn_again():
+def test_noise_is_generated_once_for_each_completed_step():
     engine, model, optimizer, loader = private(wide(), (torch.zeros(6, 40),), noise_multiplier=1.0)
-    with inside.drawn_noise(engine) as asked:
+    with inside.drawn_noise(engine) as drawn:
         for attempt in range(6):
             for (inputs,) in loader:
                 optimizer.zero_grad()
                 model(inputs).sum(dim=1).mean().backward()
                 if attempt % 2:
                     optimizer.step()
-    assert len(asked) == len({call[:3] for call in asked}) == 3
+    assert len(drawn) == len({call[:3] for call in drawn}) == 3

@@ -50,8 +50,8 @@ def test_norms_neither_overflow_nor_underflow_in_half_precision(mode, size, dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.hazard("U1")
-def test_a_mean_in_half_precision_moves_other_samples_by_rounding_only(dtype):
-    """A row more changes the divisor of the mean, and so the rounding of every gradient: a known gap, of this size."""
+def test_one_sample_changes_a_half_precision_mean_beyond_the_bound_by_rounding_only(dtype):
+    """One more sample changes the divisor and so the rounding of all gradients, a known excess of this size."""
     torch.manual_seed(0)
     moved = influence(nn.Linear(FEATURES, CLASSES), tensors(), half_precision_step(dtype, "mean"))
     assert 1 < moved <= 1 + 6 * torch.finfo(dtype).eps
@@ -62,7 +62,7 @@ def test_a_mean_in_half_precision_moves_other_samples_by_rounding_only(dtype):
 @pytest.mark.parametrize("size", [1e-30, 1e-22, 1e-19, 1e19, 1e22, 1e30])
 @every_mode
 @pytest.mark.hazard("U1")
-def test_squares_outside_the_range_of_float32_are_clipped(mode, size):
+def test_gradients_whose_squares_overflow_or_underflow_float32_are_clipped(mode, size):
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         (size * F.cross_entropy(model(inputs), targets)).backward()
@@ -74,7 +74,7 @@ def test_squares_outside_the_range_of_float32_are_clipped(mode, size):
 
 
 class Weighted(nn.Module):
-    """A layer over positions, whose output gradients are given with the data."""
+    """Layer over positions whose output gradients are part of the data."""
 
     def __init__(self, layer, call):
         super().__init__()
@@ -114,7 +114,7 @@ LAYERS = {
 @every_mode
 @pytest.mark.hazard("U2")
 def test_cancellation_within_a_sample_does_not_round_other_samples_away(mode, name, size):
-    """One row has two positions with opposite gradients: their sum is zero, their sizes are not."""
+    """The last sample has large gradients of opposite signs at two positions, whose sum is zero."""
     make, call = LAYERS[name]
     torch.manual_seed(0)
     layer = make()
@@ -157,7 +157,7 @@ SMALL_AND_LARGE = {
 @pytest.mark.parametrize("name", SMALL_AND_LARGE)
 @every_mode
 @pytest.mark.hazard("U1")
-def test_a_gradient_whose_factors_have_squares_below_all_floats_is_clipped(mode, name):
+def test_a_gradient_is_clipped_if_the_squares_of_its_factors_underflow(mode, name):
     make, call, shape, out = SMALL_AND_LARGE[name]
     torch.manual_seed(0)
     inputs, weights = torch.zeros(16, *shape), torch.zeros(16, *out)
@@ -173,7 +173,7 @@ def test_a_gradient_whose_factors_have_squares_below_all_floats_is_clipped(mode,
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 @pytest.mark.hazard("U2")
 def test_a_long_sum_with_cancellation_stays_within_the_clipping_norm(mode, name):
-    """Small parts get lost beside large ones, but after the factor they would not: norm and sum must see the same."""
+    """Small terms are rounded away in the norm but not in the scaled sum, unless both are computed alike."""
     large, count, factor = 6144.0, 512, 0.53
     parts = [large / count] * count + [0.49 * 2**-11] * count + [-large / count] * count + [1 / factor]
     weights = torch.zeros(2, len(parts), 1)
@@ -219,7 +219,7 @@ def test_a_sum_of_small_half_precision_gradients_does_not_stagnate(mode):
 
 
 @pytest.mark.hazard("U5")
-def test_the_order_of_samples_moves_a_sum_by_less_than_the_slack():
+def test_the_order_of_samples_changes_a_sum_by_less_than_the_rounding_slack():
     engine, model, *_ = private(mlp(), tensors())
     passes = inside.passes_of_run(engine)
     inputs, targets = tensors(rows=2000)
@@ -230,5 +230,5 @@ def test_the_order_of_samples_moves_a_sum_by_less_than_the_slack():
         passes.clip()
         found.append(torch.cat([total.flatten().double() for total in passes.totals().values()]))
         passes.discard()
-    apart = max(float((one - found[0]).norm()) for one in found)
-    assert 0 < apart < 2000 * 2.0**-20  # the slack that 2000 clipped rows keep
+    largest = max(float((one - found[0]).norm()) for one in found)
+    assert 0 < largest < 2000 * 2.0**-20  # the slack of 2000 clipped samples

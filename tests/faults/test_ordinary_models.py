@@ -20,7 +20,7 @@ CRASHES_BY_ITSELF = {"group-norm-channels-last"}  # torch 2.13: a plain backward
 
 @dataclass(frozen=True)
 class Ordinary:
-    """Returns a batch-first model and a batch for it."""
+    """A batch-first model and a batch for it."""
 
     id: str
     make: Any
@@ -42,7 +42,7 @@ def mean_of(outputs, targets):
 
 
 def all_of_the_tables():
-    """Those that take their rows on axis 0, whose other inputs are not as long as the batch."""
+    """Returns the table models whose batch axis is 0 and that can be made private."""
     torch.manual_seed(0)
     layers = [Ordinary(c.id, c.make, c.inputs(ROWS, torch.float32), c.keywords) for c in CASES if c.row is None]
     models = [Ordinary(f"model-{c.id}", c.make, c.inputs(ROWS, torch.float32)) for c in MODELS]
@@ -84,7 +84,7 @@ def test_the_probe_accepts_all_ordinary_models(ordinary):
 @pytest.mark.slow
 @pytest.mark.hazard("M2")
 def test_check_accepts_all_ordinary_models(ordinary):
-    asked = 0
+    checked = 0
     for one in ordinary:
         torch.manual_seed(0)
         if one.id in CRASHES_BY_ITSELF:
@@ -95,8 +95,8 @@ def test_check_accepts_all_ordinary_models(ordinary):
             warnings.simplefilter("error", PrivacyWarning)
             report = check(model, mean_of, (inputs, torch.zeros(ROWS)))
         assert report.ok, (one.id, str(report))
-        asked += 1
-    assert asked >= LEAST
+        checked += 1
+    assert checked >= LEAST
 
 
 def named(model, one):

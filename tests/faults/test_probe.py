@@ -16,12 +16,12 @@ from dpengine import GradSampleModule
 from dpengine.errors import BatchDependentLossError, BufferUpdateError, PrivacyWarning, UnsupportedLayerError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
-both_kinds = pytest.mark.parametrize("mode", ["auto", "ghost"])
-APART = r"DPE001.*samples of a batch independent"
+both_modes = pytest.mark.parametrize("mode", ["auto", "ghost"])
+MIXES_SAMPLES = r"DPE001.*samples of a batch independent"
 
 
 class Made(nn.Module):
-    """A body, a head, and a forward pass that is given."""
+    """Model with two layers and a forward pass given as a function."""
 
     def __init__(self, run, *, width=8):
         super().__init__()
@@ -45,36 +45,36 @@ def scaled_by_the_first_batch(model, inputs):
     return model.head(torch.tanh(model.body(inputs - model.mean)))
 
 
-def cut_to_the_mean_length(model, inputs):
+def truncated_to_the_mean_length(model, inputs):
     length = 1 + int(inputs[:, 0, 0].abs().mean() * 10) % inputs.shape[1]
     return model.head(torch.tanh(model.body(inputs[:, :length])).sum(dim=1))
 
 
 def shifted_by_the_mean(model, inputs):
-    """The gradients at a given output gradient do not change, but the output does, and the loss depends on it."""
+    """Changes the output, and so the loss gradient, but not the gradients for a given output gradient."""
     outputs = model.head(model.body(inputs))
     return outputs + outputs.mean(dim=0).detach()
 
 
-@both_kinds
+@both_modes
 @pytest.mark.parametrize(
     ("run", "shape"),
     [
         (sign_of_the_batch, ()),
         (shifted_by_the_mean, ()),
         (scaled_by_the_first_batch, ()),
-        (cut_to_the_mean_length, (7, FEATURES)),
+        (truncated_to_the_mean_length, (7, FEATURES)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 @pytest.mark.hazard("M2")
-def test_operations_that_keep_norms_or_shapes_in_part_are_found(run, shape, mode):
-    with pytest.raises(UnsupportedLayerError, match=APART):
+def test_mixing_that_preserves_some_norms_or_shapes_is_found(run, shape, mode):
+    with pytest.raises(UnsupportedLayerError, match=MIXES_SAMPLES):
         release_of(Made(run), tensors(*shape), mode=mode)
 
 
 @pytest.mark.hazard("M2")
-def test_every_exchange_of_two_samples_is_found_at_once():
+def test_a_swap_of_any_two_samples_is_found_in_the_first_step():
     found = 0
     for pair in itertools.combinations(range(6), 2):
 
@@ -101,7 +101,7 @@ def with_dropout(model, inputs):
 
 
 @pytest.mark.parametrize(("run", "runs"), [(lambda m, x: m.head(m.body(x)), 3), (with_dropout, 3), (sorted_inside, 10)])
-def test_three_more_runs_decide_unless_samples_change_places(run, runs):
+def test_the_probe_runs_the_model_three_times_and_ten_if_samples_are_reordered(run, runs):
     calls = 0
 
     def counted(model, inputs):
@@ -111,8 +111,8 @@ def test_three_more_runs_decide_unless_samples_change_places(run, runs):
 
     model = GradSampleModule(Made(counted))
     F.cross_entropy(model(tensors()[0]), tensors()[1]).backward()
-    remembers = 1  # one run for attributes that change in a forward pass
-    assert calls == 1 + runs + remembers
+    attribute_runs = 1  # for attributes that change in a forward pass
+    assert calls == 1 + runs + attribute_runs
 
 
 def in_place(model, inputs):
@@ -120,9 +120,9 @@ def in_place(model, inputs):
     return model.head(F.normalize(model.body(inputs), dim=1))
 
 
-@both_kinds
+@both_modes
 @pytest.mark.hazard("M2")
-def test_a_forward_pass_that_writes_its_input_is_right(mode):
+def test_a_forward_pass_that_modifies_its_input_is_accepted_and_clipped(mode):
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         (50 * F.cross_entropy(model(inputs.clone()), targets)).backward()
@@ -133,10 +133,10 @@ def test_a_forward_pass_that_writes_its_input_is_right(mode):
         assert influence(Made(in_place), tensors(), step, mode=mode) <= 1 + 1e-6
 
 
-# What is noticed
+# Gradients that bypass the outputs, and passes that cannot be repeated
 
 
-class TwoDoors(nn.Module):
+class TwoMethods(nn.Module):
     def __init__(self):
         super().__init__()
         self.net = mlp()
@@ -150,13 +150,13 @@ class TwoDoors(nn.Module):
         return self.net[2](hidden)
 
 
-def by_the_other_door(model, optimizer, inputs, targets):
+def loss_of_another_method(model, optimizer, inputs, targets):
     optimizer.zero_grad()
     F.cross_entropy(model.encode(inputs), targets).backward()
     optimizer.step()
 
 
-def with_a_loss_beside(model, optimizer, inputs, targets):
+def extra_loss_on_hidden_state(model, optimizer, inputs, targets):
     optimizer.zero_grad()
     outputs = model(inputs)
     (F.cross_entropy(outputs, targets) + 5 * model.extra.mean()).backward()
@@ -164,27 +164,27 @@ def with_a_loss_beside(model, optimizer, inputs, targets):
 
 
 @pytest.mark.parametrize(
-    ("step", "says"),
+    ("step", "message"),
     [
-        (by_the_other_door, "does not depend on the returned outputs"),
-        (with_a_loss_beside, "do not come through the outputs"),
+        (loss_of_another_method, "does not depend on the returned outputs"),
+        (extra_loss_on_hidden_state, "do not come through the outputs"),
     ],
 )
 @pytest.mark.hazard("M2")
-def test_gradients_that_do_not_come_through_the_outputs_are_reported(step, says):
-    with pytest.warns(PrivacyWarning, match=rf"DPE012.*{says}.*not known whether"):
-        release_of(TwoDoors(), tensors(), step)
+def test_gradients_that_bypass_the_outputs_warn(step, message):
+    with pytest.warns(PrivacyWarning, match=rf"DPE012.*{message}.*not known whether"):
+        release_of(TwoMethods(), tensors(), step)
 
 
 @pytest.mark.hazard("C1")
-def test_ghost_rejects_gradients_that_it_cannot_compute_again():
+def test_ghost_rejects_gradients_that_it_cannot_recompute():
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*Layer 'net\.[02]' had other gradients.*return"):
-        release_of(TwoDoors(), tensors(), with_a_loss_beside, mode="ghost")
+        release_of(TwoMethods(), tensors(), extra_loss_on_hidden_state, mode="ghost")
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE012")
 @pytest.mark.hazard("C1")
-def test_ghost_rejects_another_output_with_the_same_gradient_norms():
+def test_ghost_rejects_a_second_output_that_differs_with_equal_gradient_norms():
     signs = itertools.chain([1.0], itertools.repeat(-1.0))
 
     class Turned(nn.Module):
@@ -199,8 +199,8 @@ def test_ghost_rejects_another_output_with_the_same_gradient_norms():
         release_of(Turned(), tensors(), plain_step, mode="ghost")
 
 
-class Inside(nn.Module):
-    """Shows its hidden layer, so that a backward pass may end there."""
+class ExposesHidden(nn.Module):
+    """Keeps its hidden state, so that a backward pass can stop there."""
 
     def __init__(self):
         super().__init__()
@@ -219,12 +219,12 @@ def test_ghost_rejects_gradients_without_a_norm():
         optimizer.step()
 
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*Layer 'net\.0' had other gradients"):
-        release_of(Inside(), tensors(), step, mode="ghost", unused_parameters="zero")
+        release_of(ExposesHidden(), tensors(), step, mode="ghost", unused_parameters="zero")
 
 
 @model_of(lambda: {"body": nn.Linear(FEATURES, 4), "head": nn.Linear(4, CLASSES)})
 def masked(m, inputs, mask):
-    """A square mask over positions, which may be as many as rows."""
+    """Attention with a square mask ``(T, T)``, where T may equal the batch size."""
     hidden = m.body(inputs)
     weights = (hidden @ hidden.transpose(1, 2)).masked_fill(mask, -1e9).softmax(dim=2)
     return m.head((weights @ hidden).mean(dim=1))
@@ -242,7 +242,7 @@ def test_a_mask_as_long_as_the_batch_is_accepted_with_a_warning():
 
 
 class OwnLoss(nn.Module):
-    """Returns its loss, and may weigh samples by the labels of others."""
+    """Model that returns its loss; as a mean over all tokens if ``mean_of_tokens``, which mixes samples."""
 
     def __init__(self, mean_of_tokens):
         super().__init__()
@@ -256,7 +256,7 @@ class OwnLoss(nn.Module):
         return (F.cross_entropy(logits, labels, reduction="none").sum(dim=1) / 5).mean()
 
 
-@both_kinds
+@both_modes
 def test_a_mean_over_tokens_inside_the_model_is_rejected_and_named(mode):
     def step(model, optimizer, inputs, targets):
         labels = torch.arange(30).reshape(6, 5) % CLASSES
@@ -277,35 +277,35 @@ def one_of_two(model, inputs):
     return model.head(torch.tanh(layer(inputs)))
 
 
-@both_kinds
-def test_a_batch_that_chooses_the_layer_is_found(mode):
+@both_modes
+def test_a_layer_choice_that_depends_on_the_batch_is_rejected(mode):
     model = Made(one_of_two)
     model.other = nn.Linear(FEATURES, 8)
-    with pytest.raises(UnsupportedLayerError, match=APART):
+    with pytest.raises(UnsupportedLayerError, match=MIXES_SAMPLES):
         release_of(model, tensors(), mode=mode, unused_parameters="zero")
 
 
-def test_each_model_is_warned_about():
+def test_the_mask_warning_is_issued_once_for_each_model():
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         F.cross_entropy(model(inputs, torch.ones(6, 6).triu(1).bool()), targets).backward()
         optimizer.step()
 
     with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("default")  # which shows equal texts from one line once
+        warnings.simplefilter("default")  # shows a repeated text of one line only once
         for _ in range(2):
             release_of(masked(), tensors(6, FEATURES), step)
     assert sum("has the length of the batch" in str(one.message) for one in seen) == 2
 
 
-# No false alarms, and nothing left behind
+# Accepted models, and restored state
 
 
 def leaky(model, inputs):
     return model.head(F.rrelu(model.body(inputs), training=True))
 
 
-def noise_where_it_is_real(model, inputs):
+def noise_at_selected_positions(model, inputs):
     hidden = model.body(inputs)
     real = inputs[..., 0] > 0
     noise = torch.zeros_like(hidden)
@@ -320,18 +320,18 @@ def own_generator(model, inputs):
     return model.head(hidden + torch.randn(hidden.shape, generator=model.generator))
 
 
-def scale_of_python(model, inputs):
+def scaled_by_python_random(model, inputs):
     return model.head(model.body(inputs)) * random.uniform(0.5, 2)
 
 
-def scale_of_numpy(model, inputs):
+def scaled_by_numpy_random(model, inputs):
     return model.head(model.body(inputs)) * float(np.random.uniform(0.5, 2))
 
 
-@both_kinds
+@both_modes
 @pytest.mark.parametrize(
     "run",
-    [leaky, noise_where_it_is_real, own_generator, scale_of_python, scale_of_numpy],
+    [leaky, noise_at_selected_positions, own_generator, scaled_by_python_random, scaled_by_numpy_random],
     ids=lambda run: run.__name__,
 )
 @pytest.mark.hazard("M2")
@@ -346,8 +346,10 @@ def test_random_numbers_are_accepted(run, mode):
             plain_step(model, optimizer, *batch)
 
 
-@pytest.mark.parametrize(("run", "draw"), [(scale_of_python, random.uniform), (scale_of_numpy, np.random.uniform)])
-def test_a_probe_leaves_the_random_generators_of_python_and_numpy_as_one_pass_does(run, draw):
+@pytest.mark.parametrize(
+    ("run", "draw"), [(scaled_by_python_random, random.uniform), (scaled_by_numpy_random, np.random.uniform)]
+)
+def test_the_probe_does_not_advance_the_generators_of_python_and_numpy(run, draw):
     random.seed(1)
     np.random.seed(1)
     _, model, optimizer, loader = private(Made(run), tensors())
@@ -364,7 +366,7 @@ def test_a_probe_leaves_the_random_generators_of_python_and_numpy_as_one_pass_do
 
 
 class Mixture(nn.Module):
-    """Returns a distribution that is made of two others."""
+    """Returns a mixture of two normal distributions."""
 
     def __init__(self, *, mixes=False):
         super().__init__()
@@ -384,13 +386,13 @@ def likelihood(model, optimizer, inputs, targets):
     optimizer.step()
 
 
-@both_kinds
+@both_modes
 def test_a_mixture_distribution_is_probed(mode):
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyWarning)
         warnings.filterwarnings("ignore", message=".*NOT PRIVATE")
         release_of(Mixture(), tensors(), likelihood, mode=mode)
-    with pytest.raises(UnsupportedLayerError, match=APART):
+    with pytest.raises(UnsupportedLayerError, match=MIXES_SAMPLES):
         release_of(Mixture(mixes=True), tensors(), likelihood, mode=mode)
 
 
@@ -401,9 +403,9 @@ def counting(model, inputs):
     return model.head(torch.tanh(model.body(inputs)))
 
 
-@both_kinds
+@both_modes
 @pytest.mark.hazard("M2")
-def test_attributes_that_a_forward_pass_sets_are_set_once(mode):
+def test_the_probe_restores_attributes_that_forward_sets(mode):
     model = Made(counting)
     model.calls, model.seen, model.total = [], {}, torch.zeros(())
     _, model, optimizer, loader = private(model, tensors(), mode=mode)
@@ -435,11 +437,11 @@ def test_a_parameter_that_forward_writes_is_rejected_and_restored(run):
     model.frozen = nn.Parameter(torch.zeros(FEATURES), requires_grad=False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(BufferUpdateError, match=r"DPE026.*Parameter '(body\.bias|frozen)'.*without noise"):
-        release_of_same(model)
+        step_and_detach(model)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-def release_of_same(model):
+def step_and_detach(model):
     engine, model, optimizer, loader = private(model, tensors())
     try:
         plain_step(model, optimizer, *next(iter(loader)))
@@ -449,7 +451,7 @@ def release_of_same(model):
 
 @model_of(lambda: {"weight": nn.Parameter(torch.randn(FEATURES))})
 def pair_model(m, x):
-    """Two outputs by a parameter that no rule follows, of which one comes to nothing."""
+    """Layer without a rule and with two outputs, of which the caller ignores one."""
     return (x * m.weight).sin(), x + m.weight
 
 

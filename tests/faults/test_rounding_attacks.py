@@ -1,4 +1,4 @@
-"""Samples made so that a norm and a sum of other rounding would differ, found by attack on the methods."""
+"""Adversarial samples for which a norm and a sum would differ if they were rounded differently."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ ROUNDING = 1e-5
 
 
 def clipped(model, loss, *, mode="auto", bound=1.0, **settings):
-    """The norm of the clipped sum over the threshold, and all of it as one vector."""
+    """Returns the norm of the clipped sum relative to the clipping norm, and the sum as a vector."""
     passes = ClippedPasses(model, Flat(bound), mode=mode, loss_reduction="sum", **settings)
     try:
         loss(model).backward()
@@ -33,7 +33,7 @@ def clipped(model, loss, *, mode="auto", bound=1.0, **settings):
 
 @functools.cache
 def order_matters(positions=9, columns=7):
-    """Numbers ``(T,)`` whose sum over positions is 0 or not, depending on how many rows stand beside them."""
+    """Returns numbers ``(T,)`` whose rounded sum over positions depends on the batch size."""
     torch.manual_seed(0)
     best, kept = 0.0, None
     for _ in range(4000):
@@ -53,9 +53,9 @@ def order_matters(positions=9, columns=7):
 @pytest.mark.parametrize(("mode", "budget"), [("ghost", 0), ("auto", 0), ("auto", 2**29)])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNorm"])
 @pytest.mark.hazard("U2")
-def test_a_vector_is_summed_from_the_gradients_that_were_normed(kind, mode, budget, monkeypatch):
+def test_norms_and_sums_round_per_sample_gradients_alike(kind, mode, budget, monkeypatch):
     rows, positions, width = 87, 9, 1001
-    monkeypatch.setattr(entry, "CHUNK_BYTES", 31 * 4 * width)  # for fewer rows than there are
+    monkeypatch.setattr(entry, "CHUNK_BYTES", 31 * 4 * width)  # fewer samples than the batch has
     layer = nn.Linear(1, width) if kind == "Linear" else nn.LayerNorm(width)
     layer.weight.requires_grad_(False)
     grads = torch.zeros(positions, rows, width)
@@ -75,22 +75,22 @@ def test_a_vector_is_summed_from_the_gradients_that_were_normed(kind, mode, budg
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 @pytest.mark.parametrize("rows", [9, 257])
 @pytest.mark.hazard("U2")
-def test_a_float64_sample_that_cancels_does_not_round_others_away(rows, mode):
+def test_cancellation_in_a_float64_sample_does_not_round_other_samples_away(rows, mode):
     torch.manual_seed(0)
     model = nn.Linear(4, 4, bias=False).double()
     nn.init.zeros_(model.weight)
     inputs, targets = torch.randn(rows, 3, 4).double(), torch.ones(rows, 3, 4).double() * 5
     inputs[-1] = 0
-    crafted, wanted = inputs.clone(), targets.clone()
-    crafted[-1, :2], wanted[-1] = 1e12, torch.tensor([[1e12], [-1e12], [0.0]]).expand(3, 4)
+    crafted, crafted_targets = inputs.clone(), targets.clone()
+    crafted[-1, :2], crafted_targets[-1] = 1e12, torch.tensor([[1e12], [-1e12], [0.0]]).expand(3, 4)
     loss = lambda x, y: lambda m: ((m(x) - y) ** 2).sum() / 2  # noqa: E731
     _, without = clipped(model, loss(inputs[:-1], targets[:-1]), mode=mode)
-    _, with_it = clipped(model, loss(crafted, wanted), mode=mode)
+    _, with_it = clipped(model, loss(crafted, crafted_targets), mode=mode)
     assert float((with_it - without).norm()) <= 1e-3
 
 
 @pytest.mark.hazard("U2")
-def test_a_float64_weight_with_two_uses_that_cancel_has_a_norm():
+def test_the_norm_of_a_tied_float64_weight_is_not_too_low_under_cancellation():
     words, head = nn.Embedding(5, 3).double(), nn.Linear(3, 5, bias=False).double()
     head.weight = words.weight
     for seed in range(50):
@@ -108,7 +108,7 @@ def test_a_float64_weight_with_two_uses_that_cancel_has_a_norm():
 
 
 @pytest.mark.hazard("U1")
-def test_a_factor_below_all_normal_numbers_is_not_rounded_up():
+def test_a_subnormal_clipping_factor_is_not_rounded_up():
     for k in range(50):
         model, scale = nn.Linear(4, 1, bias=False), 10 ** (36.5 + 0.035 * k)
         worst, total = clipped(model, lambda m: m(torch.ones(1, 4)).sum() * scale, bound=1e-6)  # noqa: B023 - called at once
@@ -116,11 +116,11 @@ def test_a_factor_below_all_normal_numbers_is_not_rounded_up():
 
 
 @pytest.mark.hazard("C1")
-def test_ghost_rejects_a_layer_that_gets_another_input_when_it_runs_again():
-    count = itertools.count()  # state outside the model, which cannot be put back
+def test_ghost_rejects_a_layer_whose_input_differs_in_the_second_forward_pass():
+    count = itertools.count()  # state outside the model, which the engine cannot restore
 
     class Counting(nn.Module):
-        """Another input from the second forward on, of which the output shows nothing."""
+        """Scales the layer's input from the second forward pass on, without changing the output."""
 
         def __init__(self):
             super().__init__()
@@ -136,8 +136,8 @@ def test_ghost_rejects_a_layer_that_gets_another_input_when_it_runs_again():
         clipped(Counting(), lambda m: m(inputs).sum(), mode="ghost", bound=0.1)
 
 
-def test_samples_that_are_crafted_to_cancel_stay_near_the_clipping_norm():
-    """Float32 rounding leaves 0.8 % here; the bound that the code states is a 32nd."""
+def test_crafted_cancellation_exceeds_the_clipping_norm_by_at_most_one_32nd():
+    """Float32 rounding exceeds the norm by 0.8 % here; the documented bound is 1 / 32."""
     length = 2048
     parts = torch.full((length,), 1.51)
     parts[0], parts[-1], parts[1] = 6072064.534690503, -6072064.534690503, 53453.3

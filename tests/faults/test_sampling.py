@@ -1,4 +1,4 @@
-"""Batches that the loader draws, and the rate that is charged for them."""
+"""Batches that the loader draws, and the accounted sample rate."""
 
 import random
 from fractions import Fraction
@@ -38,10 +38,10 @@ def test_batches_are_poisson_with_and_without_shuffle(shuffle):
 
 @pytest.mark.slow
 @pytest.mark.hazard("S1")
-def test_shuffled_batches_would_be_seen_and_no_epsilon_is_given_for_them():
+def test_shuffled_batches_fail_the_poisson_test_and_get_epsilon_raises():
     engine, loader = private_loader(range(ROWS), BATCH, sampling="shuffle")
     wrong = p_values(inclusion_counts(loader, DRAWS, ROWS), BATCH / ROWS)
-    assert wrong["each"] < 1e-6 and wrong["spread"] < 1e-6
+    assert wrong["each"] < 1e-6 and wrong["batch_sizes"] < 1e-6
     with pytest.raises(AccountingRefusedError):
         engine.get_epsilon(1e-3)
 
@@ -55,7 +55,7 @@ def derived(rows, batch_size, *, accountant="pld", **options):
 
 
 @pytest.mark.hazard("S2")
-def test_sampler_divisor_and_ledger_have_one_rate():
+def test_sampler_divisor_and_ledger_use_the_same_rate():
     choose = random.Random(0)
     for _ in range(30):
         rows = choose.randrange(1, 200)
@@ -67,8 +67,8 @@ def test_sampler_divisor_and_ledger_have_one_rate():
         assert inside.loader_draws_plan(engine, loader)
         assert scheme.sample_rate == min(1.0, batch_size / rows)
         assert size == scheme.expected_batch_size == min(batch_size, rows)
-        booked = getattr(charge.event, "sample_rate", 1.0)
-        assert scheme.sample_rate <= booked <= scheme.sample_rate * (1 + 1e-15) + 2**-59
+        accounted = getattr(charge.event, "sample_rate", 1.0)
+        assert scheme.sample_rate <= accounted <= scheme.sample_rate * (1 + 1e-15) + 2**-59
         assert_divided_by(min(batch_size, rows), derived(rows, batch_size, noise_multiplier=0.0))
 
 
@@ -83,7 +83,7 @@ def assert_divided_by(divisor, run):
 
 @pytest.mark.slow
 @pytest.mark.hazard("S2")
-def test_a_rate_that_is_a_tenth_too_high_would_be_seen():
+def test_a_sampling_rate_ten_percent_too_high_fails_the_poisson_test():
     found = inclusion_counts(private_loader(range(ROWS), BATCH, sample_rate=1.1 * BATCH / ROWS)[1], 2000, ROWS)
     assert p_values(found, BATCH / ROWS)["total"] < 1e-6
     assert min(p_values(found, 1.1 * BATCH / ROWS).values()) > 1e-4
@@ -96,20 +96,20 @@ def test_a_rate_that_is_a_tenth_too_high_would_be_seen():
         1e-12,
         2.0**-9,
         2.0**-8,
-        0.1,  # here and below, q + 2**-60 is q again in float64
+        0.1,  # from here on, q + 2**-60 rounds to q in float64
         0.5,
         1 - 2.0**-30,
     ],
 )
 @pytest.mark.hazard("S3")
-def test_the_accounted_rate_is_above_every_rate_that_may_be_drawn(rate):
+def test_the_accounted_rate_is_an_upper_bound_of_the_sampling_rate(rate):
     engine, _, _, _ = private(mlp(), tensors(), sample_rate=rate, noise_multiplier=1.0)
-    booked = inside.event(engine).sample_rate
-    assert Fraction(booked) >= Fraction(rate) + Fraction(1, 2**61)
+    accounted = inside.event(engine).sample_rate
+    assert Fraction(accounted) >= Fraction(rate) + Fraction(1, 2**61)
 
 
 @pytest.mark.hazard("S4")
-def test_no_step_is_lost_in_rounding():
+def test_the_number_of_planned_steps_is_not_rounded_down():
     for rows in range(1, 5001):
         for batch_size in (1, 7, rows // 2 + 1):
             steps = draws_for(DataLoader(range(rows), batch_size=batch_size)).steps_per_epoch
@@ -123,7 +123,7 @@ def test_no_step_is_lost_in_rounding():
 
 @pytest.mark.parametrize(("rows", "batch_size", "epochs"), [(7, 3, 3), (49, 7, 2), (10, 10, 5)])
 @pytest.mark.hazard("S4")
-def test_the_noise_covers_all_planned_epochs(rows, batch_size, epochs):
+def test_epsilon_after_all_planned_epochs_is_within_the_target(rows, batch_size, epochs):
     engine, model, optimizer, loader = derived(
         rows, batch_size, accountant="rdp", target_epsilon=3.0, target_delta=1e-3, epochs=epochs
     )
@@ -138,7 +138,7 @@ def test_the_noise_covers_all_planned_epochs(rows, batch_size, epochs):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.hazard("S5")
-def test_an_empty_batch_is_a_step_with_noise_and_a_charge(mode):
+def test_an_empty_batch_adds_noise_and_is_charged(mode):
     engine, model, optimizer, loader = private(
         mlp(), tensors(), mode=mode, sample_rate=1 / 6, noise_multiplier=1.0, max_grad_norm=1e-6
     )
@@ -163,7 +163,7 @@ def test_batches_are_poisson_if_most_are_empty():
 
 @pytest.mark.hazard("S12")
 def test_rate_and_noise_are_constant_and_each_step_is_charged_as_drawn():
-    """Counters inside the primitive functions against the ledger: detector DL."""
+    """Compares the calls that draw batches and noise with the ledger."""
     engine, model, optimizer, loader = private(mlp(), tensors(), sample_rate=0.5, noise_multiplier=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with inside.drawn_batches(engine) as drawn, inside.drawn_noise(engine) as noises:
@@ -187,15 +187,15 @@ def empty_tensors():
 @pytest.mark.hazard("S6")
 def test_an_empty_batch_adds_nothing_to_the_sum(mode):
     example = tuple(t[0] for t in tensors())
-    nothing = release_of(mlp(), empty_tensors(), mode=mode, example_input=example)
-    assert not nothing.any()
-    alone = [release_of(mlp(), [t[row : row + 1] for t in tensors()], mode=mode) for row in (1, 3)]
-    assert all(0 < float(one.norm()) <= 1 for one in alone)
+    empty = release_of(mlp(), empty_tensors(), mode=mode, example_input=example)
+    assert not empty.any()
+    single = [release_of(mlp(), [t[row : row + 1] for t in tensors()], mode=mode) for row in (1, 3)]
+    assert all(0 < float(one.norm()) <= 1 for one in single)
 
 
 @pytest.mark.hazard("S5")
-def test_the_number_and_order_of_steps_do_not_depend_on_the_examples():
-    def kinds(rows):
+def test_the_ledger_history_does_not_depend_on_the_number_of_examples():
+    def history(rows):
         data = [t[:rows] for t in tensors()]
         example = tuple(t[0] for t in tensors())
         engine, model, optimizer, loader = private(
@@ -206,4 +206,4 @@ def test_the_number_and_order_of_steps_do_not_depend_on_the_examples():
                 plain_step(model, optimizer, inputs, targets)
         return engine.ledger.history
 
-    assert kinds(0) == kinds(1) == kinds(6)
+    assert history(0) == history(1) == history(6)

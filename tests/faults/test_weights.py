@@ -46,7 +46,7 @@ class Reused(nn.Module):
 
 
 class TiedAcrossKinds(nn.Module):
-    """One matrix as a table, as a layer, and transposed in a layer of another class."""
+    """One matrix as an embedding, a linear layer, and transposed in a layer of another class."""
 
     def __init__(self):
         super().__init__()
@@ -108,7 +108,7 @@ def test_the_norm_is_that_of_the_sum_over_all_uses(mode, make):
 
 
 class Quantised(nn.Linear):
-    """A layer for training with rounded weights, straight through."""
+    """Linear layer with rounded weights and a straight-through gradient."""
 
     def forward(self, inputs):
         weight = self.weight + (torch.round(self.weight * 8) / 8 - self.weight).detach()
@@ -193,15 +193,15 @@ def test_a_weight_used_outside_its_layer_is_rejected_and_charged(mode, use):
 
 
 @pytest.mark.one_in(2, "mode", others="slow")
-@pytest.mark.parametrize("thawed", ["first", "second"])
+@pytest.mark.parametrize("unfrozen", ["first", "second"])
 @every_mode
-def test_a_weight_that_is_unfrozen_later_and_used_outside_its_layer_is_rejected(mode, thawed):
-    model = Functional(USES["beside-its-layer"] if thawed == "first" else USES["instead-of-its-layer"])
-    getattr(model, thawed).requires_grad_(False)
+def test_a_weight_that_is_unfrozen_later_and_used_outside_its_layer_is_rejected(mode, unfrozen):
+    model = Functional(USES["beside-its-layer"] if unfrozen == "first" else USES["instead-of-its-layer"])
+    getattr(model, unfrozen).requires_grad_(False)
     engine, model, optimizer, loader = private(model, tensors(), mode=mode, make_optimizer=_every_parameter_of(model))
     plain_step(model, optimizer, *next(iter(loader)))  # the default mode looks at the first batch
-    getattr(model, thawed).requires_grad_(True)
-    with pytest.raises(MissingGradientError, match=rf"DPE002.*'{thawed}\.weight'.*outside the forward"):
+    getattr(model, unfrozen).requires_grad_(True)
+    with pytest.raises(MissingGradientError, match=rf"DPE002.*'{unfrozen}\.weight'.*outside the forward"):
         plain_step(model, optimizer, *next(iter(loader)))
     assert [charge.kind for charge in engine.ledger.history][-1] == "void"
 
@@ -274,7 +274,7 @@ def test_a_checkpoint_around_the_model_is_exact_or_rejected(mode, reentrant):
 
 
 class LowRank(nn.Module):
-    """An adapter beside a frozen layer, of modules or of parameters."""
+    """Low-rank adapter of a frozen layer, built from modules or from parameters."""
 
     def __init__(self, base, how):
         super().__init__()

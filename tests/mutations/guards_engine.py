@@ -13,7 +13,7 @@ GUARDS = [
         "sums are destroyed if the charge of a discarded batch fails",
         "        finally:\n            if effect.zero_sums:\n",
         "        except AttributeError:\n            raise\n        else:\n            if effect.zero_sums:\n",
-        "faults/test_call_order.py::test_a_batch_whose_discarding_cannot_be_charged_leaves_nothing_in_the_next_release",
+        "faults/test_call_order.py::test_a_batch_is_discarded_even_if_charging_it_fails",
     ),
     Guard(
         "sums are finite after samples were dropped",
@@ -31,7 +31,7 @@ GUARDS = [
         "a skipped chunk discards its batch",
         "self.stage is Stage.DISCARDED or (not self.done and self.samples > 0)",
         "False",
-        "faults/test_lifecycle.py::test_a_batch_that_ended_early_is_charged_and_leaves_nothing_behind",
+        "faults/test_lifecycle.py::test_an_interrupted_batch_is_charged_and_does_not_affect_the_next",
     ),
     Guard(
         "an error in the update discards the batch",
@@ -121,7 +121,7 @@ GUARDS = [
         "a step with nothing to release",
         "if cause := _why_not_ready(step) or",
         "if cause :=",
-        "faults/test_lifecycle.py::test_a_step_with_nothing_to_release_names_the_cause",
+        "faults/test_lifecycle.py::test_a_step_without_clipped_gradients_raises_and_names_the_cause",
     ),
     Guard(
         "a parameter that was not used",
@@ -157,7 +157,7 @@ GUARDS = [
         "factors below all normal numbers become zero",
         "weights_BK = weights_BK.masked_fill(weights_BK < _SMALLEST_NORMAL, 0)",
         "pass",
-        "faults/test_rounding_attacks.py::test_a_factor_below_all_normal_numbers_is_not_rounded_up",
+        "faults/test_rounding_attacks.py::test_a_subnormal_clipping_factor_is_not_rounded_up",
     ),
     Guard(
         "records of a pass go when it is clipped",
@@ -271,7 +271,7 @@ GUARDS = [
         "drained sums are destroyed if the noise fails",
         "                flat.zero_()",
         "                pass",
-        "faults/test_noise.py::test_sums_are_zeroed_if_their_noise_cannot_be_drawn",
+        "faults/test_noise.py::test_sums_are_zeroed_if_noise_generation_fails",
     ),
     Guard(
         "an interrupted backward pass discards its batch",

@@ -212,7 +212,7 @@ GUARDS = [
         "other gradients in the second pass",
         "        self._check_equal_passes()\n\n",
         "\n",
-        "faults/test_probe.py::test_ghost_rejects_gradients_that_it_cannot_compute_again",
+        "faults/test_probe.py::test_ghost_rejects_gradients_that_it_cannot_recompute",
     ),
     Guard(
         "gradients are clipped without autocast",
@@ -297,25 +297,25 @@ GUARDS = [
         "the first pass is probed",
         "self._next = 1  #",
         "self._next = 10**9  #",
-        "faults/test_probe.py::test_operations_that_keep_norms_or_shapes_in_part_are_found",
+        "faults/test_probe.py::test_mixing_that_preserves_some_norms_or_shapes_is_found",
     ),
     Guard(
         "samples that exchange gradients change their norms by their weights",
         "            self._weight_B = square_B.sqrt()\n",
         "            square_B = torch.ones_like(square_B)\n",
-        "faults/test_probe.py::test_every_exchange_of_two_samples_is_found_at_once",
+        "faults/test_probe.py::test_a_swap_of_any_two_samples_is_found_in_the_first_step",
     ),
     Guard(
         "outputs of kept samples do not change with the data of others",
         "self._tolerance) and same_outputs",
         "self._tolerance)",
-        "faults/test_probe.py::test_operations_that_keep_norms_or_shapes_in_part_are_found[shifted_by_the_mean--auto]",
+        "faults/test_probe.py::test_mixing_that_preserves_some_norms_or_shapes_is_found[shifted_by_the_mean--auto]",
     ),
     Guard(
         "sums of the two halves add up to that of the batch",
         "return all(self._is_small(remainder, baseline) for remainder in remainders.values())",
         "return True",
-        "faults/test_probe.py::test_operations_that_keep_norms_or_shapes_in_part_are_found[sign_of_the_batch--auto]",
+        "faults/test_probe.py::test_mixing_that_preserves_some_norms_or_shapes_is_found[sign_of_the_batch--auto]",
     ),
     Guard(
         "a join along the batch axis",
@@ -468,7 +468,7 @@ GUARDS = [
         "a much larger batch is probed again",
         "        elif samples > 2 * self._max_samples > 0:",
         "        elif False:",
-        "faults/test_mixing_models.py::test_much_larger_batches_are_probed_as_well",
+        "faults/test_mixing_models.py::test_a_much_larger_batch_is_probed_again",
     ),
     Guard(
         "the probe replaces the data of the other samples",
@@ -510,7 +510,7 @@ GUARDS = [
         "another output of the second pass",
         "old.shape != new.shape or not torch.allclose(",
         "old.shape != new.shape or False and torch.allclose(",
-        "faults/test_probe.py::test_ghost_rejects_another_output_with_the_same_gradient_norms",
+        "faults/test_probe.py::test_ghost_rejects_a_second_output_that_differs_with_equal_gradient_norms",
     ),
     Guard(
         "layers that disagree on the batch size",

@@ -31,7 +31,7 @@ GUARDS = [
         "a forward pass that replaces a buffer is found at its end",
         "self._tensors)) and self._tables.unchanged(children=False)",
         "self._tensors))",
-        "faults/test_buffers.py::test_a_buffer_that_is_written_late_is_found[replaced]",
+        "faults/test_buffers.py::test_a_buffer_write_in_a_later_pass_is_found[replaced]",
     ),
     Guard(
         "parameters of another optimizer are not clipped",
@@ -69,7 +69,7 @@ GUARDS = [
         "discarded sums are zeroed",
         "        self.buffer.zero()\n        self.contributed.clear()",
         "        self.contributed.clear()",
-        "faults/test_lifecycle.py::test_a_batch_that_ended_early_is_charged_and_leaves_nothing_behind",
+        "faults/test_lifecycle.py::test_an_interrupted_batch_is_charged_and_does_not_affect_the_next",
     ),
     Guard(
         "sums are zeroed when the hooks are removed",

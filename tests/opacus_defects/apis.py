@@ -1,13 +1,13 @@
-"""The ways to make a model private, each with the same methods; and the sum that all of them must give.
+"""A common interface to each API that makes a model private, and the expected clipped sums.
 
-A test runs the same loop with each of them::
+A test runs the same loop with each API::
 
     @through(ALL_APIS)
     def test_the_sum_is_right(api):
         found = api.clipped_sum(model, criterion, (inputs, targets), max_grad_norm)
         assert_equal(found, true_sum(model, criterion, (inputs, targets), max_grad_norm))
 
-Noise is off unless asked for, and a batch is the whole data set: `fixed_loader` gives every row, once, in one batch.
+Noise is off by default, and a batch is the whole data set: `fixed_loader` returns every index once, in one batch.
 Inputs are a tensor, a tuple of positional or a dict of keyword inputs.
 """
 
@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import dpengine
 
 OPACUS = "dpengine.compat.opacus"  # "opacus" here runs the tests of compat on Opacus itself
-SLACK = 2.0**-20  # thresholds are met with this much to spare
-BOUND = 1 + 1e-5  # what one sample may add to a sum, relative to the threshold
+SLACK = 2.0**-20  # relative reduction of the clipping norm that leaves room for rounding
+BOUND = 1 + 1e-5  # largest contribution of one sample, relative to the clipping norm
 
 
 def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -38,7 +38,7 @@ def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass
 class Private:
-    """Results of one interface.
+    """Objects of one private run.
 
     Attributes:
         engine: The privacy engine.
@@ -63,7 +63,7 @@ class Private:
     writes: bool = False
 
     def backward(self, inputs: Any, targets: Tensor) -> None:
-        """A forward and a backward pass; or, where the loop is to write them, the gradients of the rows."""
+        """Runs forward and backward, or writes ``p.grad_sample`` if the loop must do so."""
         if not self.writes:
             self.criterion(run(self.model, inputs), targets).backward()
             return
@@ -73,25 +73,25 @@ class Private:
             p.grad_sample = each[name].to(p.dtype) if rows else p.new_zeros(0, *p.shape)
 
     def step(self, inputs: Any, targets: Tensor) -> None:
-        """One turn of the loop."""
+        """Runs zero_grad, forward, backward and step."""
         self.optimizer.zero_grad()
         self.backward(inputs, targets)
         self.optimizer.step()
 
     def run(self, inputs: Any, targets: Tensor) -> dict[str, Tensor]:
-        """Takes a step on these rows for each batch of the loader, and returns the last clipped sum."""
+        """Runs a step on these samples for each batch of the loader, and returns the last clipped sum."""
         for _ in self.loader:
             self.step(inputs, targets)
         return self.sum()
 
     def sum(self) -> dict[str, Tensor]:
-        """The clipped sum, by name in the user's model, that the last step left in ``p.grad``, in float64."""
+        """Returns the clipped sum of the last step in float64, by parameter name of the user's model."""
         return {name: p.grad.detach().double() * self.size for name, p in trainable(self.bare).items()}
 
 
 @dataclass(frozen=True)
 class Api:
-    """A way to make a model private.
+    """An API that makes a model private.
 
     Attributes:
         id: Its name in test ids.
@@ -99,7 +99,7 @@ class Api:
             makes the model private, in place where the api does so; options go to its ``make_private``.
         mode: The ``grad_sample_mode``.
         compat: Whether it is Opacus's API.
-        writes: Whether the loop writes ``p.grad_sample`` itself, so that no layer is looked into.
+        writes: Whether the loop writes ``p.grad_sample`` itself, so that layers need no hooks.
     """
 
     id: str
@@ -118,9 +118,9 @@ class Api:
         plain: bool = False,
         **options: Any,
     ) -> dict[str, Tensor]:
-        """Names to the clipped sum of one step on these rows; the model stays as it is.
+        """Returns the clipped sum of one step by parameter name; does not change the model.
 
-        ``plain``: the loop calls the user's own criterion, also where another one was returned.
+        ``plain``: the loop calls the user's own criterion even if ``make_private`` returned one.
         """
         private = self.open(
             copy.deepcopy(model),
@@ -204,38 +204,38 @@ COMPAT_APIS = [
 ]
 ALL_APIS = [*DEFAULT_APIS, *COMPAT_APIS]
 GHOST_APIS = [api for api in COMPAT_APIS if api.mode == "ghost"]
-LAYER_APIS = [api for api in ALL_APIS if not api.writes]  # those that find the gradients of layers themselves
+LAYER_APIS = [api for api in ALL_APIS if not api.writes]  # those that compute per-sample gradients of layers
 
 
 QUICK = ("default-auto", "default-ghost", "compat-hooks", "compat-ghost")
 
-# Each is next to one that is run always or in the slow suite, and has its code.
-BY_NIGHT = {"default-hooks", "compat-ew", "compat-functorch-unwrapped", "compat-ghost-unwrapped"}
+# Each shares its code with an API that always runs or runs in the slow suite.
+NIGHTLY = {"default-hooks", "compat-ew", "compat-functorch-unwrapped", "compat-ghost-unwrapped"}
 
 
 def marks_of(api: Api) -> Any:
-    """Returns the marks of a test that uses an interface which is not among the first."""
-    return (pytest.mark.slow, pytest.mark.nightly) if api.id in BY_NIGHT else pytest.mark.slow
+    """Returns the marks of a test of an API that the quick suite leaves out."""
+    return (pytest.mark.slow, pytest.mark.nightly) if api.id in NIGHTLY else pytest.mark.slow
 
 
 def through(apis: list[Api], *, quick: tuple[str, ...] = QUICK) -> Any:
-    """Parametrizes a test with ``api``; the apis that are not quick are left to the slow suite, or to the night."""
+    """Parametrizes a test with ``api``; APIs outside ``quick`` run in the slow or nightly suite."""
     cases = [pytest.param(api, id=api.id, marks=() if api.id in quick else marks_of(api)) for api in apis]
     return pytest.mark.parametrize("api", cases)
 
 
 def through_some(apis: list[Api], always: Iterable[str] = ("default-auto", "compat-hooks", "compat-ghost")) -> Any:
-    """Parametrizes a test with ``api``; those not named in ``always`` are for the slow suite, or the night."""
+    """Parametrizes a test with ``api``; APIs outside ``always`` run in the slow or nightly suite."""
     return through(apis, quick=tuple(always))
 
 
 def opacus(path: str = "") -> Any:
-    """The module at this path below Opacus's root, as the compat apis see it."""
+    """Imports the module at this path below the root package of Opacus's API."""
     return importlib.import_module(f"{OPACUS}.{path}" if path else OPACUS)
 
 
 def fixed_loader(rows: int, **options: Any) -> DataLoader:
-    """A loader over the numbers of the rows, which come as one batch: the loop has the rows already."""
+    """Returns a loader over the indices ``0..rows-1``, by default in one batch."""
     return DataLoader(TensorDataset(torch.arange(rows)), **{"batch_size": max(1, rows), **options})
 
 
@@ -244,7 +244,7 @@ def as_inputs(inputs: Any) -> Any:
 
 
 def run(model: nn.Module, inputs: Any) -> Any:
-    """The model's output."""
+    """Returns the model's output."""
     return model(**inputs) if isinstance(inputs, dict) else model(*as_inputs(inputs))
 
 
@@ -252,7 +252,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-# The truth
+# Expected sums
 
 
 def true_sum(
@@ -263,7 +263,7 @@ def true_sum(
     *,
     row: Callable[[Any, int], Any] | None = None,
 ) -> dict[str, Tensor]:
-    """The clipped sum of a loop over single rows, in float64; ``row`` as in ``per_sample_gradients``."""
+    """Returns the clipped sum of a loop over samples in float64; ``row`` as in ``per_sample_gradients``."""
     inputs, targets = batch
     rows = per_sample_gradients(model, criterion, as_inputs(inputs), targets, row=row)
     return clipped_sum(rows, (1 - SLACK) * max_grad_norm)
@@ -276,7 +276,7 @@ def true_sum_by_group(
     bounds: dict[str, float],
     group_of: Callable[[str], str] = lambda name: name,
 ) -> dict[str, Tensor]:
-    """The same, where each group of parameters has a threshold of its own: ``bounds`` by group."""
+    """Returns the same sum with a separate clipping norm for each parameter group, ``bounds`` by group."""
     rows = per_sample_gradients(model, criterion, as_inputs(batch[0]), batch[1])
     names = list(rows[0])
     total = {}
@@ -291,7 +291,7 @@ def as_vector(total: dict[str, Tensor]) -> Tensor:
 
 
 def assert_equal(found: dict[str, Tensor], truth: dict[str, Tensor], *, rtol: float = 1e-5) -> None:
-    """Equal, relative to the length of the whole truth, which may not be a sum of nothing."""
+    """Asserts equality relative to the norm of the expected sum, which must not be zero."""
     assert found.keys() == truth.keys()
     scale = float(as_vector(truth).norm())
     assert scale > 0
@@ -302,7 +302,7 @@ def assert_equal(found: dict[str, Tensor], truth: dict[str, Tensor], *, rtol: fl
 def assert_run_is_right(
     private: Private, batch: tuple[Any, Tensor], max_grad_norm: float = 1.0, *, rtol: float = 1e-5
 ) -> None:
-    """Steps on these rows give the clipped sum of a loop over them, at the weights before."""
+    """Asserts that a step gives the clipped sum of a loop over these samples."""
     truth = true_sum(private.bare, nn.CrossEntropyLoss(), batch, max_grad_norm)
     assert_equal(private.run(*batch), truth, rtol=rtol)
 
@@ -316,7 +316,7 @@ def assert_unmoved(model: nn.Module, before: dict[str, Tensor]) -> None:
 
 
 def without(tree: Any, row: int, rows: int) -> Any:
-    """The same inputs or targets less one row, in every tensor whose axis 0 has this size."""
+    """Removes one sample from every tensor whose axis 0 has size ``rows``."""
     if isinstance(tree, Tensor):
         return torch.cat([tree[:row], tree[row + 1 :]]) if tree.dim() and len(tree) == rows else tree
     if isinstance(tree, dict):
@@ -327,11 +327,11 @@ def without(tree: Any, row: int, rows: int) -> Any:
 def most_added(
     sum_of: Callable[[Any, Tensor], dict[str, Tensor]], batch: tuple[Any, Tensor], left_out: Iterable[int] | None = None
 ) -> float:
-    """The largest length by which ``sum_of(inputs, targets)`` moves when one of these rows, or of all, is left out."""
+    """Returns the largest change of ``sum_of(inputs, targets)`` if one of these samples, or of all, is removed."""
     inputs, targets = batch
     rows = len(targets)
     whole = as_vector(sum_of(inputs, targets))
-    assert whole.isfinite().all() and whole.norm() > 0  # a sum of nothing would move by nothing
+    assert whole.isfinite().all() and whole.norm() > 0  # a zero sum would not change
     return max(
         float((whole - as_vector(sum_of(without(inputs, i, rows), without(targets, i, rows)))).norm())
         for i in (range(rows) if left_out is None else left_out)
@@ -348,6 +348,6 @@ def assert_bounded(
     left_out: Iterable[int] | None = (1, 3),
     **options: Any,
 ) -> None:
-    """Neither one row nor all of them add more to the sum than the clipping norm."""
+    """Asserts that no sample in ``left_out`` adds more to the sum than the clipping norm."""
     sum_of = lambda *rows: api.clipped_sum(model, criterion, rows, max_grad_norm, **options)  # noqa: E731
     assert most_added(sum_of, batch, left_out) <= max_grad_norm * BOUND

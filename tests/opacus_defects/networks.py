@@ -1,4 +1,4 @@
-"""Small networks with what trips hooks up: in-place activations, ``out += x``, concatenation, depthwise layers."""
+"""Small networks that break naive hooks: in-place operations, concatenation and depthwise layers."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ IMAGE = (3, 6, 6)
 
 
 class Residual(nn.Module):
-    """A block of a residual network, with everything in place."""
+    """Residual block with in-place activations and addition."""
 
     def __init__(self, width, norm):
         super().__init__()
@@ -24,7 +24,7 @@ class Residual(nn.Module):
 
 
 class Dense(nn.Module):
-    """Each layer reads all that came before it; the activation in front of a layer is in place."""
+    """DenseNet block with in-place activations before each layer."""
 
     def __init__(self, width, norm):
         super().__init__()
@@ -39,7 +39,7 @@ class Dense(nn.Module):
 
 
 class Inverted(nn.Module):
-    """Widened, depthwise, narrowed again, with ReLU6 in place and the identity beside it."""
+    """Inverted residual block with a depthwise convolution and in-place ReLU6."""
 
     def __init__(self, width, norm):
         super().__init__()
@@ -59,7 +59,7 @@ class Inverted(nn.Module):
 
 
 def network(block, *, norm=nn.BatchNorm2d, width=4, blocks=1):
-    """A stem, blocks and a head, with batch norm as the well-known networks have it."""
+    """Returns a network with a stem, blocks and a head, and batch norm by default."""
     torch.manual_seed(3)
     out = width * (3 if block is Dense else 1)
     return nn.Sequential(
@@ -77,7 +77,7 @@ BLOCKS = {"resnet": Residual, "densenet": Dense, "mobilenet": Inverted}
 
 
 def images(rows=12):
-    """Small images and their classes."""
+    """Returns small images and their classes."""
     generator = torch.Generator().manual_seed(4)
     inputs = torch.randn(rows, *IMAGE, generator=generator)
     return torch.utils.data.TensorDataset(inputs, torch.randint(0, CLASSES, (rows,), generator=generator))

@@ -1,4 +1,4 @@
-"""Small models and batches that show many defects."""
+"""Small models and batches for the tests of defects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def mlp() -> nn.Module:
 
 
 def rows(*shape: int, count: int = ROWS) -> torch.Tensor:
-    """Inputs ``(B, *shape)`` of very different lengths."""
+    """Returns inputs ``(B, *shape)`` with very different norms."""
     generator = torch.Generator().manual_seed(2)
     scale = torch.tensor([1.0, 5.0, 0.1, 20.0, 1.0, 3.0]).repeat(count // 6 + 1)[:count]
     return torch.randn(count, *shape, generator=generator) * scale.view(-1, *[1] * len(shape))
@@ -36,13 +36,13 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def seeded(make) -> nn.Module:
-    """A model with the same weights at each call."""
+    """Returns a model with the same weights at each call."""
     torch.manual_seed(1)
     return make()
 
 
 class Mean(nn.Module):
-    """The mean over all axes but the first and one other."""
+    """Mean over all axes except the batch axis and ``keep``."""
 
     def __init__(self, keep: int):
         super().__init__()
@@ -53,12 +53,12 @@ class Mean(nn.Module):
 
 
 def normal_batch(count: int = ROWS, seed: int = 2, *, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs of similar lengths and classes for `mlp`."""
+    """Returns inputs of similar norms and classes for `mlp`."""
     generator = torch.Generator().manual_seed(seed)
     inputs = scale * torch.randn(count, FEATURES, generator=generator)
     return inputs, torch.randint(0, CLASSES, (count,), generator=generator)
 
 
 def opened(api, model=None, rows=ROWS, **options):
-    """A private run of this model, or of `mlp`."""
+    """Opens a private run of this model, or of `mlp`."""
     return api.open(mlp() if model is None else model, fixed_loader(rows), criterion=CRITERION, **options)

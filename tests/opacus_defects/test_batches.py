@@ -1,4 +1,4 @@
-"""A step holds its own batch, whole, and nothing that went around clipping."""
+"""Defects of Opacus: a step includes all samples of its batch, all of them clipped, and nothing else."""
 
 import contextlib
 import math
@@ -51,17 +51,17 @@ def test_a_sample_that_is_not_finite_is_dropped(api, value):
     before = weights_of(private.bare)
     assert_equal(private.run(inputs, targets), truth)
     moved = {name: private.size * (before[name] - p.detach()).double() for name, p in private.bare.named_parameters()}
-    assert_equal(moved, truth, rtol=1e-4)  # the weights are rounded, once more
+    assert_equal(moved, truth, rtol=1e-4)  # the update rounds the weights again
     if not api.compat:
         assert private.engine.metrics(nonprivate=True)["nonprivate/dropped_rows"] == 1
 
 
-# A batch that was cut short enters the next one
+# An interrupted batch enters the next one
 
 
 @contextlib.contextmanager
 def in_chunks(api, private, rows):
-    """The loader of a api opened for it, which gives at most so many rows at once."""
+    """Opens a loader that returns at most ``rows`` samples at once."""
     if not api.compat:
         yield private.loader
         return
@@ -86,7 +86,7 @@ def charges_of(api, private):
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @through(ALL_APIS)
 @pytest.mark.hazard("O15")
-def test_a_batch_that_was_interrupted_leaves_nothing_to_the_next(api, workers, end):
+def test_an_interrupted_batch_does_not_affect_the_next(api, workers, end):
     inputs, targets = batch()
     model = mlp()
     private = open_in_chunks(api, model, 2, loader=fixed_loader(ROWS, num_workers=workers), noise_multiplier=1e-6)
@@ -105,7 +105,7 @@ def test_a_batch_that_was_interrupted_leaves_nothing_to_the_next(api, workers, e
     plain = mlp()
     plain.load_state_dict(before)
     assert_equal(private.sum(), true_sum(plain, LOSS, (inputs, targets), NORM), rtol=1e-4)
-    assert charges_of(api, private) in {1, 2}  # the cut batch is counted, or was dropped whole
+    assert charges_of(api, private) in {1, 2}  # the interrupted batch is counted, or was dropped entirely
     if not api.compat:
         assert charges_of(api, private) == 2
 
@@ -144,7 +144,7 @@ def test_a_gradient_that_bypasses_the_model_raises_before_the_weights_change(api
 
 @through([api for api in COMPAT_APIS if not api.writes])
 @pytest.mark.hazard("O16")
-def test_the_optimizer_from_before_has_nothing_to_apply(api):
+def test_the_original_optimizer_has_no_gradients_to_apply(api):
     held = []
 
     def make_optimizer(parameters):
@@ -243,7 +243,7 @@ def test_the_next_clipping_norm_of_the_adaptive_engine_depends_on_the_whole_batc
     options = {"min_clipbound": 1e-8, **ADAPTIVE, "make_engine": engine, "noise_generator": seeded}
     private = api.open(mlp(), fixed_loader(ROWS), max_grad_norm=1.68, **options)
     expected = expected_threshold(1.68)
-    assert expected_threshold(1.68, slice(-2, None)) < 0.86 * expected  # what the last chunk would say
+    assert expected_threshold(1.68, slice(-2, None)) < 0.86 * expected  # the value if only the last chunk were counted
     assert next_threshold(api, private, chunk) == pytest.approx(expected, rel=0.07)
 
 
@@ -252,7 +252,7 @@ def test_the_next_clipping_norm_of_the_adaptive_engine_depends_on_the_whole_batc
 
 @through(ALL_APIS)
 @pytest.mark.hazard("O28")
-def test_physical_batches_make_up_the_logical_one(api):
+def test_physical_batches_sum_to_the_logical_batch(api):
     inputs, targets = batch()
     private = open_in_chunks(api, mlp(), 2)
     with in_chunks(api, private, 2) as loader:
@@ -263,7 +263,7 @@ def test_physical_batches_make_up_the_logical_one(api):
 
 @through(LAYER_APIS)
 @pytest.mark.hazard("O28")
-def test_two_backward_passes_over_two_batches_and_one_step_count_both(api):
+def test_one_step_after_two_backward_passes_includes_both_batches(api):
     inputs, targets = batch()
     private = api.open(mlp(), fixed_loader(ROWS, batch_size=3), max_grad_norm=NORM, poisson=False)
     private.optimizer.zero_grad()

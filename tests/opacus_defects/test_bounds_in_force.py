@@ -1,4 +1,4 @@
-"""One clipping norm bounds the sum, scales the noise, is charged and is shown, at each step."""
+"""Defects of Opacus: each step clips, scales its noise and is accounted with the same clipping norm."""
 
 import math
 
@@ -23,8 +23,8 @@ from dpengine.clipping import Adaptive, PerLayer
 
 pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
 
-COUNT = 24  # adaptive clipping wants a few rows
-SIGMA, NOISES = 2.0, 50 * 61  # the deviation of so many draws is known to 1.3 % (one sigma); six are allowed
+COUNT = 24  # enough samples for adaptive clipping
+SIGMA, NOISES = 2.0, 50 * 61  # the standard deviation of the estimate is 1.3 %; six are allowed
 WITHIN = 0.08
 
 
@@ -33,7 +33,7 @@ def batch():
 
 
 def open_silent(api, **options):
-    """A run whose steps leave only noise in ``p.grad``, since its loss is zero; and its batch."""
+    """Opens a run with zero loss, whose ``p.grad`` is only noise; returns it with its batch."""
     nothing = lambda outputs, targets: 0 * outputs.sum(dim=1).mean()  # noqa: E731
     options |= {"criterion": nothing, "noise_multiplier": SIGMA}
     private = api.open(nn.Linear(60, 50), fixed_loader(COUNT), **options)

@@ -1,4 +1,4 @@
-"""Layers in every layout and setting, and every use of a weight, count for what they add."""
+"""Defects of Opacus: layouts and settings of layers, and weights with several uses."""
 
 import itertools
 
@@ -31,7 +31,7 @@ BOTH = ("default-auto", "compat-hooks")  # for tables that tests of samplers run
 
 
 def assert_right(api, model, inputs, targets=None, *, row=None):
-    """The sum is that of a loop over rows."""
+    """Asserts that the sum equals that of a loop over samples."""
     batch = (inputs, classes() if targets is None else targets)
     assert_equal(api.clipped_sum(model, LOSS, batch, NORM), true_sum(model, LOSS, batch, NORM, row=row))
 
@@ -57,7 +57,7 @@ def test_a_convolution_is_exact_in_every_memory_layout(api, layout):
 
 @model_of(lambda: {"weight": nn.Parameter(torch.randn(4))})
 def scaled_model(m, x, other=None, *, power=1):
-    """A layer that no table knows: its second input comes by place, by keyword, as None or as a pair."""
+    """Layer without a gradient rule; its second input is positional, a keyword, None or a tuple."""
     if isinstance(x, tuple):
         x, other = x
     scaled = x * m.weight**power
@@ -86,7 +86,7 @@ class Calling(nn.Module):
 @pytest.mark.parametrize("name", CALLS)
 @through(LAYER_APIS, quick=BOTH)
 @pytest.mark.hazard("O8")
-def test_a_layer_takes_keywords_pairs_and_none(api, name):
+def test_a_layer_accepts_keyword_tuple_and_none_inputs(api, name):
     assert_right(api, seeded(lambda: Calling(name)), rows(4))
 
 
@@ -107,7 +107,7 @@ class Bags(nn.Module):
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @through(LAYER_APIS, quick=BOTH)
 @pytest.mark.hazard("O9")
-def test_an_entry_that_a_bag_has_twice_counts_twice(api, mode):
+def test_an_index_repeated_in_a_bag_counts_twice(api, mode):
     entries = indices(5, 6)
     entries[:, 3:] = entries[:, :1]
     assert_right(api, seeded(lambda: Bags(mode)), entries)
@@ -126,7 +126,7 @@ def test_bags_with_offsets_and_weights_are_exact(api, mode):
 
 
 class Padded(nn.Module):
-    """Convolutions over one, two and three axes, all padded in one way."""
+    """Convolutions in 1, 2 and 3 dimensions with the same padding mode."""
 
     def __init__(self, mode):
         super().__init__()
@@ -154,7 +154,7 @@ def test_a_convolution_is_exact_in_every_padding_mode(api, mode):
 
 @model_of(lambda: {"embedding": nn.Embedding(CLASSES, 4), "mix": nn.Linear(4, 4)})
 def borrowed(m, tokens):
-    """The weight of the embedding is used again, outside its module."""
+    """Uses the weight of the embedding again outside its module."""
     return F.linear(torch.tanh(m.mix(m.embedding(tokens))).mean(dim=1), m.embedding.weight)
 
 
@@ -172,14 +172,14 @@ def test_a_weight_used_outside_its_module_is_exact_or_rejected_by_name(api):
 
 
 def used(layer, x, inputs):
-    """Returns the result of a layer for hidden values, or of an embedding for entries that follow from the inputs."""
+    """Applies a layer to ``x``, or an embedding to indices derived from ``inputs``."""
     if isinstance(layer, nn.Embedding):
         return layer((inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long())
     return layer(x)
 
 
 class Tied(nn.Module):
-    """Two layers of one weight ``(4, 4)``."""
+    """Two layers with one tied weight ``(4, 4)``."""
 
     def __init__(self, first, last):
         super().__init__()
@@ -194,7 +194,7 @@ class Tied(nn.Module):
 
 @model_of(lambda: {"weight": nn.Parameter(torch.randn(4, 4))})
 def product_model(m, x):
-    """A layer that no table knows."""
+    """Layer without a gradient rule."""
     return torch.sin(x @ m.weight)
 
 
@@ -210,7 +210,7 @@ PAIRS = list(itertools.product(LAYERS, LAYERS))
 @pytest.mark.parametrize(("first", "last"), PAIRS)
 @through(LAYER_APIS, quick=("default-auto",))
 @pytest.mark.hazard("O12")
-def test_a_weight_of_two_layers_has_the_norm_of_the_sum_over_both_uses(api, first, last):
+def test_the_norm_of_a_tied_weight_is_that_of_the_sum_over_both_layers(api, first, last):
     assert_right(api, seeded(lambda: Tied(first, last)), rows(4))
 
 
@@ -310,7 +310,7 @@ class Attending(nn.Module):
 
 @through(LAYER_APIS)
 @pytest.mark.hazard("O31")
-def test_a_model_with_heads_and_the_batch_first_is_clipped_as_torchs_is(api):
+def test_batch_first_multihead_attention_is_clipped_as_in_torch(api):
     torchs = seeded(lambda: Attending(nn.MultiheadAttention))
     model = torchs
     if api.compat:
@@ -321,7 +321,7 @@ def test_a_model_with_heads_and_the_batch_first_is_clipped_as_torchs_is(api):
     found = api.clipped_sum(model, LOSS, tokens, 0.6)
     if set(found) == set(truth):
         assert_equal(found, truth)
-    else:  # Opacus's layer has its projections in three parts
+    else:  # Opacus's layer has three separate projections
         assert_equal(found, true_sum(model, LOSS, tokens, 0.6))
         assert float(sum(t.square().sum() for t in found.values())) == pytest.approx(
             float(sum(t.square().sum() for t in truth.values())), rel=1e-4

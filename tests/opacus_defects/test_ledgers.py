@@ -1,4 +1,4 @@
-"""Epsilon is that of what was drawn and added, and public numbers are public."""
+"""Defects of Opacus: divisor, sampling, accounting and calibration."""
 
 import itertools
 import math
@@ -28,7 +28,7 @@ DELTA = 1e-5
 
 
 def a_step(private):
-    """A step on the next batch, whatever its rows."""
+    """Runs one step on inputs of ones with the size of the next batch."""
     (drawn,) = next(iter(private.loader))
     private.step(torch.ones(len(drawn), FEATURES), torch.arange(len(drawn)) % CLASSES)
 
@@ -39,7 +39,7 @@ def a_step(private):
 @pytest.mark.parametrize("count", [104, 103])
 @through(ALL_APIS)
 @pytest.mark.hazard("O17")
-def test_the_divisor_does_not_depend_on_one_row(api, count):
+def test_the_divisor_does_not_depend_on_one_example(api, count):
     # floor(N * q) with q = 1 / 13: 8 of 104 rows, 7 of 103
     inputs, targets = rows(FEATURES, count=count), classes(count)
     private = api.open(mlp(), fixed_loader(count, batch_size=8), poisson=True)
@@ -52,7 +52,7 @@ def test_the_divisor_does_not_depend_on_one_row(api, count):
 @pytest.mark.slow
 @through(DEFAULT_APIS)
 @pytest.mark.hazard("O17")
-def test_the_neighbouring_relation_is_in_the_report(api):
+def test_the_neighboring_relation_is_in_the_report(api):
     private = api.open(mlp(), fixed_loader(104, batch_size=8), noise_multiplier=1.0)
     assert private.engine.describe()["relation"] == "zero-out"  # N gave the rate: it is public
     a_step(private)
@@ -66,7 +66,7 @@ def test_the_neighbouring_relation_is_in_the_report(api):
 
 
 class EveryOther(Sampler):
-    """Something of the user's, whose length is not that of the data."""
+    """Custom sampler over every other example."""
 
     def __iter__(self):
         return iter(range(0, 48, 2))
@@ -89,7 +89,7 @@ class SubclassedBatchSampler(BatchSampler):
 @pytest.mark.parametrize("name", SAMPLERS)
 @through(ALL_APIS)
 @pytest.mark.hazard("O18")
-def test_a_sampler_that_is_not_known_is_rejected_by_name(api, name):
+def test_a_custom_sampler_is_rejected_by_name(api, name):
     data = TensorDataset(torch.arange(48))
     with pytest.raises(SamplingError, match=rf"(?s){name}.*(shuffle|sampler)"):
         api.open(mlp(), DataLoader(data, **SAMPLERS[name](data)), poisson=True)
@@ -100,12 +100,12 @@ def test_a_sampler_that_is_not_known_is_rejected_by_name(api, name):
 @pytest.mark.parametrize(("rows", "size"), [(104, 8), (20, 12)])
 @through(ALL_APIS)
 @pytest.mark.hazard("O18")
-def test_the_rate_is_the_batch_size_over_the_number_of_rows(api, rows, size):
+def test_the_accounted_rate_is_the_rate_of_the_drawn_batches(api, rows, size):
     private = api.open(mlp(), fixed_loader(rows, batch_size=size), poisson=True, noise_multiplier=1.0)
     a_step(private)
     if api.compat:
         ((_, rate, _),) = private.engine.accountant.history
-        expected = 1 / math.ceil(rows / size)  # which the names of Opacus take, and draw by
+        expected = 1 / math.ceil(rows / size)  # the rate of Opacus's API
     else:
         rate = private.engine.ledger.history[0].event.sample_rate
         expected = size / rows
@@ -173,7 +173,7 @@ QUICK_LENGTHS = (1, 93)
 TARGET = 2.0
 
 
-def assert_on_target(found, tolerance=0.001):  # a step too few in 93 would show
+def assert_on_target(found, tolerance=0.001):  # detects one missing step of 93
     assert TARGET - tolerance <= found <= TARGET
 
 
@@ -185,7 +185,7 @@ def lengths():
 @pytest.mark.parametrize("steps", lengths())
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.hazard("O24")
-def test_the_planned_steps_cost_the_target_and_no_more(steps, accountant):
+def test_calibrated_noise_spends_the_target_epsilon_over_the_planned_steps(steps, accountant):
     planned = {"sample_rate": 1 / steps, "steps": steps, "accountant": accountant}
     sigma = dpengine.calibrate(target_epsilon=TARGET, target_delta=DELTA, **planned)
     assert_on_target(epsilon(noise_multiplier=sigma, delta=DELTA, **planned))
@@ -194,7 +194,7 @@ def test_the_planned_steps_cost_the_target_and_no_more(steps, accountant):
 @pytest.mark.parametrize("steps", lengths())
 @pytest.mark.parametrize("accountant", ["rdp", pytest.param("prv", marks=pytest.mark.slow)])
 @pytest.mark.hazard("O24")
-def test_the_steps_that_compat_plans_cost_the_target_and_no_more(steps, accountant):
+def test_calibrated_noise_of_compat_spends_the_target_epsilon_over_one_epoch(steps, accountant):
     planned = {"sample_rate": 1 / steps, "epochs": 1, "accountant": accountant, "epsilon_tolerance": 0.001}
     sigma = opacus("accountants.utils").get_noise_multiplier(target_epsilon=TARGET, target_delta=DELTA, **planned)
     spending = opacus("accountants").create_accountant(accountant)
@@ -204,7 +204,7 @@ def test_the_steps_that_compat_plans_cost_the_target_and_no_more(steps, accounta
 
 
 @pytest.mark.hazard("O24")
-def test_a_run_to_a_target_ends_on_it():
+def test_a_run_with_target_epsilon_ends_at_the_target():
     model = mlp()
     engine = dpengine.PrivacyEngine(seed=0)
     options = {"target_epsilon": TARGET, "target_delta": DELTA, "epochs": 2, "max_grad_norm": 1.0}
@@ -225,7 +225,7 @@ def test_a_run_to_a_target_ends_on_it():
 
 
 @pytest.mark.hazard("O24")
-def test_noise_is_found_for_every_step_of_the_planned_passes():
+def test_calibration_counts_every_step_of_an_epoch():
     model = mlp()
     engine = dpengine.PrivacyEngine("rdp", seed=0)
     options = {"target_epsilon": TARGET, "target_delta": DELTA, "epochs": 1, "max_grad_norm": 1.0}
@@ -237,7 +237,7 @@ def test_noise_is_found_for_every_step_of_the_planned_passes():
 
 @through(COMPAT_APIS, quick=("compat-hooks",))
 @pytest.mark.hazard("O24")
-def test_a_compat_run_to_a_target_ends_on_it(api):
+def test_a_compat_run_with_target_epsilon_ends_at_the_target(api):
     model = mlp()
     engine = opacus().PrivacyEngine(accountant="rdp")
     parts = {"module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
@@ -259,7 +259,7 @@ GRID = list(itertools.product((0.3, 1.0, 50.0, 1e4), (1e-4, 0.5, 1.0), (1, 1000)
 
 @pytest.mark.parametrize("accountant", [pytest.param("pld", marks=pytest.mark.slow), "rdp", "gdp"])
 @pytest.mark.hazard("O25")
-def test_epsilon_is_a_number_of_at_least_zero_or_rejected_by_name(accountant):
+def test_epsilon_is_nonnegative_and_not_nan(accountant):
     for sigma, rate, steps, delta in GRID:
         if accountant == "gdp" and rate < 1:
             continue

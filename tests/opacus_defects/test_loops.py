@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning
 
 
 class Texts(Dataset):
-    """Batch of a text collator: numbers of several types, a text and a Python number."""
+    """Data set of dicts with tensors of several dtypes, a string, an int and a tuple."""
 
     def __len__(self):
         return 8
@@ -45,7 +45,7 @@ class Texts(Dataset):
 
 
 def assert_has_the_structure(found, rows):
-    """Compares with the batch of a plain loader, except for the number of rows."""
+    """Compares with the batch of an ordinary loader, except for the batch size."""
     expected = next(iter(DataLoader(Texts(), batch_size=4)))
     assert type(found) is type(expected) and list(found) == list(expected)
     assert isinstance(found["text"], list) and len(found["text"]) == rows
@@ -59,8 +59,8 @@ def assert_has_the_structure(found, rows):
 
 @pytest.mark.parametrize("place", ["first", "middle", "only"])
 @pytest.mark.hazard("O39")
-def test_empty_batches_have_the_structure_of_others_wherever_they_come(place):
-    for seed in range(50):  # until the draw has an empty batch there
+def test_empty_batches_have_the_structure_of_other_batches_at_any_position(place):
+    for seed in range(50):  # until an empty batch is at this position
         model = mlp().double()
         rare = {"sample_rate": 1e-9, "expected_batch_size": 1, "target_delta": 1e-2}
         settings = {"noise_multiplier": 1.0} | (rare if place == "only" else {})
@@ -79,7 +79,7 @@ def test_empty_batches_have_the_structure_of_others_wherever_they_come(place):
         assert_has_the_structure(found, max(rows, 1))
 
 
-@pytest.mark.parametrize("skips", [True, False], ids=["without a backward pass", "with one"])
+@pytest.mark.parametrize("skips", [True, False], ids=["no-backward-pass", "backward-pass"])
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O39")
 def test_an_empty_batch_is_a_step_with_noise(api, skips):
@@ -105,7 +105,7 @@ def test_an_empty_batch_is_a_step_with_noise(api, skips):
 
 @pytest.mark.parametrize("place", ["first", "middle", "only"])
 @pytest.mark.hazard("O39")
-def test_empty_batches_of_compat_have_the_structure_of_others(place):
+def test_empty_batches_of_compat_have_the_structure_of_other_batches(place):
     compat = opacus("data_loader")
     rate = 1e-9 if place == "only" else 1 / 8
     for _ in range(50):
@@ -120,14 +120,14 @@ def test_empty_batches_of_compat_have_the_structure_of_others(place):
         assert_has_the_structure(found, rows)
 
 
-def forgets_zero_grad(private, rows):
+def without_zero_grad(private, rows):
     private.step(*rows)
     for _ in private.loader:
         private.backward(*rows)
         private.optimizer.step()
 
 
-def has_a_second_loss(private, rows):
+def with_two_backward_passes(private, rows):
     private.optimizer.zero_grad()
     private.backward(*rows)
     private.backward(*rows)
@@ -137,20 +137,20 @@ def has_a_second_loss(private, rows):
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O40")
 def test_each_cause_of_apparent_accumulation_has_a_message(api):
-    said = []
-    for cause, expected in ((forgets_zero_grad, "zero_grad"), (has_a_second_loss, "backward")):
+    messages = []
+    for cause, expected in ((without_zero_grad, "zero_grad"), (with_two_backward_passes, "backward")):
         private = opened(api, poisson=True)
         for _ in private.loader:
             with pytest.raises((ValueError, RuntimeError), match=expected) as seen:
                 cause(private, batch())
             break
-        said.append(str(seen.value))
-    assert said[0] != said[1]
+        messages.append(str(seen.value))
+    assert messages[0] != messages[1]
 
 
 @through_some(ALL_APIS, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O40")
-def test_an_optimizer_over_a_part_of_the_model_takes_two_steps(api):
+def test_an_optimizer_over_some_parameters_can_step_twice(api):
     model, rows = mlp(), batch()
     some = list(model[2].parameters())
     private = opened(api, model, make_optimizer=lambda _: torch.optim.SGD(some, lr=0.1), poisson=True)
@@ -164,7 +164,7 @@ def test_an_optimizer_over_a_part_of_the_model_takes_two_steps(api):
 
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O56", "C6")
-def test_contributions_of_one_batch_add_before_they_are_clipped(api):
+def test_gradients_of_two_losses_on_one_batch_are_added_before_clipping(api):
     model, (x, y) = mlp(), batch()
     both = lambda m, r: CRITERION(m(x[r]), y[r]) + CRITERION(m(2 * x[r]), y[r])  # noqa: E731
     rows = []
@@ -184,7 +184,7 @@ def test_contributions_of_one_batch_add_before_they_are_clipped(api):
 @through_some(LAYER_APIS, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O56")
 def test_two_models_with_two_optimizers_have_two_budgets(api):
-    """A generator that is trained through a private discriminator, and is private itself, at another price."""
+    """Two private models with different noise multipliers, as a generator and a discriminator."""
     x, y = batch()
     judge, other = opened(api, noise_multiplier=1.0), opened(api, noise_multiplier=4.0)
     for _, _ in zip(judge.loader, other.loader, strict=True):
@@ -202,7 +202,7 @@ def test_two_models_with_two_optimizers_have_two_budgets(api):
 
 @through_some([d for d in COMPAT_APIS if not d.writes and d.mode != "ew"])
 @pytest.mark.hazard("O56")
-def test_the_memory_manager_takes_batches_of_none(api):
+def test_the_memory_manager_accepts_empty_batches(api):
     private = api.open(
         mlp(),
         DataLoader(TensorDataset(*batch(8)), batch_size=1),
@@ -282,7 +282,7 @@ def plain_gradients(model, rows):
 @pytest.mark.parametrize("when", ["before the pass", "between forward and backward", "before the step", "after it"])
 @through_some(DEFAULT_APIS)
 @pytest.mark.hazard("O62")
-def test_a_public_pass_gives_an_ordinary_gradient_and_is_not_charged(api, when):
+def test_a_public_backward_pass_gives_ordinary_gradients_and_is_not_charged(api, when):
     model, rows, others = mlp(), batch(), batch(9, seed=8)
     private = opened(api, model, max_grad_norm=0.1)
     public_gradients, truth = plain_gradients(model, others), true_sum(model, CRITERION, rows, 0.1)
@@ -315,7 +315,7 @@ def test_a_public_pass_gives_an_ordinary_gradient_and_is_not_charged(api, when):
 
 
 @pytest.mark.hazard("O62")
-def test_a_public_pass_needs_a_private_model():
+def test_public_gradients_require_a_private_model():
     with pytest.raises(UnknownParameterError, match="make_private"), public(PrivacyEngine()):
         pass
 
@@ -338,7 +338,7 @@ def test_the_hooks_of_compat_can_be_switched_off_and_on(api):
 @pytest.mark.one_in(4, "api", others="slow")
 @through_some(ALL_APIS, always={"default-auto", "compat-hooks", "compat-ghost", "compat-no_op"})
 @pytest.mark.hazard("O63")
-def test_without_noise_and_clipping_it_is_ordinary_training(api):
+def test_training_without_noise_and_clipping_equals_sgd(api):
     plain, (x, y) = mlp(), batch(24)
     by_hand = torch.optim.SGD(plain.parameters(), lr=0.3, momentum=0.9)
     private = opened(

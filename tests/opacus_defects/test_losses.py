@@ -1,4 +1,4 @@
-"""Every criterion, of every shape, leads to the clipped sum."""
+"""Defects of Opacus: criteria and loss shapes."""
 
 import functools
 
@@ -59,11 +59,11 @@ CRITERIA = {
 def test_a_criterion_may_be_a_function_or_a_module(api, name):
     criterion = CRITERIA[name]()
     assert_equal(api.clipped_sum(mlp(), criterion, batch(), 1.5), true_sum(mlp(), nn.CrossEntropyLoss(), batch(), 1.5))
-    assert not hasattr(F.cross_entropy, "reduction")  # nothing is left on a function that all the world shares
+    assert not hasattr(F.cross_entropy, "reduction")  # no attribute is left on torch's function
 
 
 def one_output():
-    """16 rows, and a target ``(B, 1)`` for each."""
+    """Returns a model, 16 inputs and targets ``(B, 1)``."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
     return model, (rows(4, count=16), (rows(count=16).unsqueeze(1) > 0).float())
@@ -75,14 +75,14 @@ def one_output():
 )
 @through(ALL_APIS)
 @pytest.mark.hazard("O3")
-def test_losses_with_a_column_per_sample_are_not_broadcast(api, criterion):
+def test_losses_of_shape_b_1_are_not_broadcast(api, criterion):
     model, rows16 = one_output()
     assert_equal(api.clipped_sum(model, criterion, rows16, 0.3), true_sum(model, criterion, rows16, 0.3))
 
 
 @through(DEFAULT_APIS)
 @pytest.mark.hazard("O3")
-def test_backward_takes_a_vector_of_losses_and_rejects_other_shapes(api):
+def test_backward_accepts_a_vector_of_losses_and_rejects_other_shapes(api):
     model, (inputs, targets) = one_output()
     truth = true_sum(model, nn.BCEWithLogitsLoss(), (inputs, targets), 0.3)
     private = api.open(model, fixed_loader(16), max_grad_norm=0.3)
@@ -95,7 +95,7 @@ def test_backward_takes_a_vector_of_losses_and_rejects_other_shapes(api):
     assert_equal(private.sum(), truth)
 
 
-@pytest.mark.parametrize("shape", ["vector", "column", "number"])
+@pytest.mark.parametrize("shape", ["vector", "column", "scalar"])
 @through(COMPAT_APIS, quick=("compat-ghost",))
 @pytest.mark.hazard("O3")
 def test_a_criterion_of_any_shape_gives_the_same_sum_or_is_rejected_with_its_shape(api, shape):
@@ -103,14 +103,14 @@ def test_a_criterion_of_any_shape_gives_the_same_sum_or_is_rejected_with_its_sha
 
     def criterion(outputs, targets):
         each = F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
-        return {"vector": each.squeeze(1), "column": each, "number": each.mean()}[shape]
+        return {"vector": each.squeeze(1), "column": each, "scalar": each.mean()}[shape]
 
     truth = true_sum(model, nn.BCEWithLogitsLoss(), rows16, 0.3)
     try:
         found = api.clipped_sum(model, criterion, rows16, 0.3)
     except (BatchDependentLossError, RuntimeError) as refused:
-        assert shape != "number"  # a loss that is reduced already must be taken
-        assert "(16" in str(refused) or "scalar outputs" in str(refused)  # torch's own words for a plain loss
+        assert shape != "scalar"  # a reduced loss must be accepted
+        assert "(16" in str(refused) or "scalar outputs" in str(refused)  # torch's message for an unreduced loss
         return
     assert_equal(found, truth)
 
@@ -125,7 +125,7 @@ def tokens_model(m, tokens):
 
 
 def token_batch(*, equal):
-    """Tokens, and the next ones, of which some are ignored: ``equal`` numbers of them in all rows, or not."""
+    """Returns tokens and next tokens; ``equal``: all samples have the same number of ignored positions."""
     torch.manual_seed(5)
     tokens, following = torch.randint(0, 7, (4, 5)), torch.randint(0, 7, (4, 5))
     for row in range(4):
@@ -140,7 +140,7 @@ def flat_tokens(scores, targets):
 
 
 class TokenLoss(nn.Module):
-    """A loop's own criterion over ``(B, T, V)`` and ``(B, T)``."""
+    """User's criterion over ``(B, T, V)`` and ``(B, T)``."""
 
     reduction = "mean"
 
@@ -150,11 +150,11 @@ class TokenLoss(nn.Module):
 
 @through(ALL_APIS)
 @pytest.mark.hazard("O29")
-def test_token_losses_with_ignored_positions_give_one_sum_in_all_modes(api):
+def test_token_losses_with_ignored_positions_give_the_same_sum_in_all_modes(api):
     torch.manual_seed(1)
     model, tokens = tokens_model(), token_batch(equal=False)
     if not api.writes:
-        # A mean over all tokens is what the loop asked for: a row has its part of it, times the number of rows.
+        # The loop uses the mean over all tokens; the loss of a sample is its share times the batch size.
         truth = true_sum(model, part_of(tokens[1]), tokens, 0.2)
         assert_equal(api.clipped_sum(model, TokenLoss(), tokens, 0.2), truth)
     tokens = token_batch(equal=True)
@@ -162,7 +162,7 @@ def test_token_losses_with_ignored_positions_give_one_sum_in_all_modes(api):
 
 
 def part_of(targets):
-    """A row's share of the mean over the tokens of these rows, times the number of rows."""
+    """Returns the loss of a sample: its share of the mean over all tokens, times the batch size."""
     counted = float((targets != -100).sum())
 
     def loss(scores, own):
@@ -174,7 +174,7 @@ def part_of(targets):
 
 @through(GHOST_APIS)
 @pytest.mark.hazard("O29")
-def test_a_criterion_with_a_shape_takes_the_mean_over_tokens_of_each_sample(api):
+def test_a_criterion_with_a_shape_averages_over_the_tokens_of_each_sample(api):
     torch.manual_seed(1)
     model, tokens = tokens_model(), token_batch(equal=False)
     truth = true_sum(model, flat_tokens, tokens, 0.2)

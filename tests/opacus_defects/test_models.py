@@ -36,7 +36,7 @@ def batch(rows=ROWS, seed=2):
 
 
 def fixed(api, model):
-    """The model as the api's own repair leaves it."""
+    """Returns the model after the API's ``fix``."""
     return opacus("validators").ModuleValidator.fix(model) if api.compat else dpengine.fix(model)[0]
 
 
@@ -107,7 +107,7 @@ def test_each_cause_of_a_missing_gradient_has_a_message(api, cause):
 
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O38")
-def test_a_part_in_eval_mode_is_included(api):
+def test_a_submodule_in_eval_mode_is_included(api):
     model = nn.Sequential(mlp(), nn.Dropout(0.9), nn.Linear(CLASSES, CLASSES))
     for part in (model[0], model[1]):
         part.eval()
@@ -116,7 +116,7 @@ def test_a_part_in_eval_mode_is_included(api):
 
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O38")
-def test_a_forward_pass_without_backward_is_forgotten(api):
+def test_a_forward_pass_without_backward_does_not_affect_the_sum(api):
     model, rows = mlp(), batch()
     private = api.open(copy.deepcopy(model), fixed_loader(ROWS), criterion=CRITERION)
     for _ in private.loader:
@@ -127,7 +127,7 @@ def test_a_forward_pass_without_backward_is_forgotten(api):
 
 @model_of(lambda: {"weight": nn.Parameter(torch.randn(FEATURES, 6)), "scale": nn.Parameter(torch.randn(6))})
 def mixed_model(m, pair, mask=None, *, shift=None):
-    """A layer that no table knows: a tuple, a keyword and None go in, a tuple and a dict come out."""
+    """Layer without a gradient rule, with tuple, keyword and None inputs and a tuple with a dict as output."""
     first, second = pair
     out = first @ m.weight + (second @ m.weight) ** 2
     out = out if shift is None else out + shift
@@ -136,7 +136,7 @@ def mixed_model(m, pair, mask=None, *, shift=None):
 
 @model_of(lambda: {"mixed": mixed_model(), "head": nn.Linear(6, CLASSES)})
 def calls_mixed(m, x, *, other, shift):
-    """Calls it in several ways."""
+    """Calls the layer with positional and with keyword inputs."""
     out, extra = m.mixed((x, other), None, shift=shift)
     again, _ = m.mixed((other, x), mask=out > 0)
     return m.head(torch.tanh(out * extra["gate"] + again)), None
@@ -145,7 +145,7 @@ def calls_mixed(m, x, *, other, shift):
 @pytest.mark.filterwarnings("error:.*not known whether the model:dpengine.PrivacyWarning")
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O41")
-def test_layers_take_tuples_keywords_and_none_and_return_several(api):
+def test_layers_accept_tuple_keyword_and_none_inputs_and_return_several_outputs(api):
     generator = torch.Generator().manual_seed(3)
     inputs = {
         name: torch.randn(ROWS, size, generator=generator) for name, size in {"x": 4, "other": 4, "shift": 6}.items()
@@ -178,7 +178,7 @@ def test_layers_take_tuples_keywords_and_none_and_return_several(api):
     }
 )
 def nested(m, x):
-    """Recurrent layers and attention, some levels down."""
+    """Nested recurrent layers and attention."""
     x, _ = m.parts["lstm"](x)
     x, _ = m.parts["deep"][0]["gru"](x)
     causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
@@ -256,7 +256,7 @@ def test_parameters_may_be_frozen_and_unfrozen_between_steps(api):
 
 
 class WithBuffers(nn.Module):
-    """A causal mask, positions and a layer scale: buffers that forward only reads, beside parameters."""
+    """Module with parameters and read-only buffers: a causal mask, positions and a layer scale."""
 
     def __init__(self):
         super().__init__()
@@ -272,7 +272,7 @@ class WithBuffers(nn.Module):
 
 
 class Masked(nn.Linear):
-    """A layer with its own mask, as pruning writes it."""
+    """Linear layer with a mask buffer, as in pruning."""
 
     def __init__(self, width, out):
         super().__init__(width, out)

@@ -1,4 +1,4 @@
-"""The optimizer moves the model that is trained, at the rate that was set, as it was asked to."""
+"""Defects of Opacus: stale parameters, learning rates and arguments of optimizers."""
 
 import copy
 import warnings
@@ -39,7 +39,7 @@ def test_an_optimizer_over_other_tensors_is_rejected_before_training(api):
 
 @through(ALL_APIS)
 @pytest.mark.hazard("O26")
-def test_weights_change_in_the_first_step(api):
+def test_the_first_step_changes_the_weights(api):
     private = api.open(mlp(), fixed_loader(ROWS))
     before = weights_of(private.bare)
     private.run(*batch())
@@ -129,7 +129,7 @@ def schedule(optimizer):
 @pytest.mark.parametrize("change", [schedule, replace_groups, load_state])
 @through(ALL_APIS)
 @pytest.mark.hazard("O27")
-def test_the_update_has_the_learning_rate_that_was_set(api, change):
+def test_the_update_uses_the_current_learning_rate(api, change):
     private = api.open(mlp(), fixed_loader(ROWS))
     for rate in (1.0, 0.1):
         before = weights_of(private.bare)
@@ -152,7 +152,7 @@ MISSPELT = {"default": ("max_grad_nrom", "max_grad_norm"), "compat": ("posson_sa
 
 @through(ALL_APIS)
 @pytest.mark.hazard("O34")
-def test_a_misspelt_keyword_is_a_type_error_that_names_the_nearest(api):
+def test_a_misspelled_keyword_raises_a_type_error_with_the_closest_name(api):
     wrong, right = MISSPELT["compat" if api.compat else "default"]
     with pytest.raises(TypeError, match=rf"{wrong}.*Did you mean '{right}'"):
         api.open(mlp(), fixed_loader(ROWS), **{wrong: False})
@@ -161,6 +161,6 @@ def test_a_misspelt_keyword_is_a_type_error_that_names_the_nearest(api):
 @pytest.mark.parametrize("bad", [{"noise_multiplier": -1.0}, {"max_grad_norm": -1.0}, {"max_grad_norm": 0.0}])
 @through(ALL_APIS)
 @pytest.mark.hazard("O34")
-def test_a_number_out_of_its_range_is_a_value_error_that_names_it(api, bad):
+def test_a_number_out_of_range_raises_a_value_error_with_its_name(api, bad):
     with pytest.raises(ValueError, match="noise_multiplier" if "noise_multiplier" in bad else "max_(grad_)?norm"):
         api.open(mlp(), fixed_loader(ROWS), **bad)

@@ -117,7 +117,7 @@ def test_secure_noise_for_an_accelerator():
 
 
 class Autocast(nn.Module):
-    """Runs a model in bfloat16 where autocast does so."""
+    """Runs a model under bfloat16 autocast."""
 
     def __init__(self, inner):
         super().__init__()
@@ -172,7 +172,7 @@ def test_a_scaler_that_is_unknown_is_rejected_with_the_remedy(api):
 @pytest.mark.parametrize("multiplier", [0.01, 1, 3.7])
 @through_some(DEFAULT_APIS)
 @pytest.mark.hazard("O50")
-def test_adaptive_clipping_has_defaults_and_takes_empty_batches(api, multiplier):
+def test_adaptive_clipping_has_defaults_and_accepts_empty_batches(api, multiplier):
     model, sizes = mlp(), []
     x, y = batch(8)
     private = api.open(
@@ -198,7 +198,7 @@ def test_a_multiplier_beyond_the_count_is_rejected_and_the_remedy_works():
 @pytest.mark.parametrize("multiplier", [0.5, 1])
 @through_some([api for api in COMPAT_APIS if api.mode != "ghost" and not api.writes])
 @pytest.mark.hazard("O50")
-def test_adaptive_clipping_of_compat_has_defaults_and_takes_empty_batches(api, multiplier):
+def test_adaptive_clipping_of_compat_has_defaults_and_accepts_empty_batches(api, multiplier):
     model, sizes = mlp(), []
     x, y = batch(8)
     settings = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "unclipped_num_std": 5.0}
@@ -227,20 +227,20 @@ def test_describe_states_noise_divisor_and_epsilon_in_one_screen():
         optimizer.zero_grad()
         CRITERION(model(x), y).backward()
         optimizer.step()
-    said = engine.describe()
-    assert said["sample_rate"] == 0.2 and said["expected_batch_size"] == 8
-    assert said["planned_steps"] == 10 and said["steps"] == 5
-    assert said["relation"] == Relation.ZERO_OUT.value
+    stated = engine.describe()
+    assert stated["sample_rate"] == 0.2 and stated["expected_batch_size"] == 8
+    assert stated["planned_steps"] == 10 and stated["steps"] == 5
+    assert stated["relation"] == Relation.ZERO_OUT.value
     sigma = calibrate(target_epsilon=3.0, target_delta=1e-3, sample_rate=0.2, steps=10)
-    assert said["noise_multiplier"] == pytest.approx(sigma, rel=1e-3)
-    assert said["noise_std_of_sum"] == pytest.approx(0.5 * sigma, rel=1e-3)
-    assert said["noise_std_of_mean"] == said["noise_std_of_sum"] / 8
-    shown = "\n".join(f"{name}: {value}" for name, value in said.items())
+    assert stated["noise_multiplier"] == pytest.approx(sigma, rel=1e-3)
+    assert stated["noise_std_of_sum"] == pytest.approx(0.5 * sigma, rel=1e-3)
+    assert stated["noise_std_of_mean"] == stated["noise_std_of_sum"] / 8
+    shown = "\n".join(f"{name}: {value}" for name, value in stated.items())
     assert sum(len(textwrap.wrap(line, 80)) for line in shown.splitlines()) <= 24
 
 
 class Half(AbstractClip):
-    """A policy of a user, in one place: no gradient is scaled up, and the longest has norm ``bound``."""
+    """User-defined policy with the factor bound / (norm + bound), so that all norms are below ``bound``."""
 
     def __init__(self, bound: float):
         self.bound = bound

@@ -29,7 +29,7 @@ def traces(model):
 
 
 @pytest.mark.hazard("O47")
-def test_attach_and_detach_ten_times_leaves_nothing_and_the_budget_adds_up():
+def test_attaching_and_detaching_ten_times_leaves_no_hooks_and_charges_every_step():
     model, rows, found = mlp(), batch(), []
     before, never = traces(model), copy.deepcopy(model)
     engine = PrivacyEngine(seed=0)
@@ -120,7 +120,7 @@ def test_keys_are_those_of_the_users_model(api):
 
 
 class Own(nn.Module):
-    """A layer that goes through the functional fallback."""
+    """Layer that uses the functional fallback."""
 
     def __init__(self):
         super().__init__()

@@ -44,7 +44,7 @@ REPAIRS = {
 
 
 class Last(nn.Module):
-    """The last step of a recurrent layer, and a head."""
+    """Recurrent layer with a head on its last time step."""
 
     def __init__(self, layer, width):
         super().__init__()
@@ -54,34 +54,34 @@ class Last(nn.Module):
         return self.head(self.layer(x)[0][:, -1])
 
 
-@pytest.mark.parametrize("mend", REPAIRS)
+@pytest.mark.parametrize("repair", REPAIRS)
 @pytest.mark.hazard("O68")
-def test_fix_of_an_lstm_with_a_projection(mend):
+def test_fix_of_an_lstm_with_a_projection(repair):
     torch.manual_seed(1)
     plain, x = Last(nn.LSTM(FEATURES, 6, batch_first=True, proj_size=2), 2), torch.randn(ROWS, 5, FEATURES)
-    mended = REPAIRS[mend](plain)
-    torch.testing.assert_close(mended(x), plain(x))
-    assert list(mended.state_dict()) == list(plain.state_dict())
-    api = next(d for d in LAYER_APIS if d.compat == (mend == "compat") and d.mode in ("auto", "hooks"))
-    assert_sum_is_right(api, mended, x, rtol=2e-5)
+    fixed = REPAIRS[repair](plain)
+    torch.testing.assert_close(fixed(x), plain(x))
+    assert list(fixed.state_dict()) == list(plain.state_dict())
+    api = next(d for d in LAYER_APIS if d.compat == (repair == "compat") and d.mode in ("auto", "hooks"))
+    assert_sum_is_right(api, fixed, x, rtol=2e-5)
 
 
-@pytest.mark.parametrize("mend", REPAIRS)
+@pytest.mark.parametrize("repair", REPAIRS)
 @pytest.mark.hazard("O69")
-def test_fix_takes_classes_that_cannot_be_pickled(mend):
-    class OfANotebook(nn.Module):  # local, as those of a notebook are to another process
+def test_fix_accepts_classes_that_cannot_be_pickled(repair):
+    class NotPicklable(nn.Module):  # a local class, which cannot be pickled
         def __init__(self):
             super().__init__()
             self.layers = nn.Sequential(nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.Linear(32, CLASSES))
-            self.apart = lambda x: x  # no pickle holds a lambda
+            self.identity = lambda x: x  # lambdas cannot be pickled
 
         def forward(self, x):
-            return self.layers(self.apart(x))
+            return self.layers(self.identity(x))
 
-    plain = OfANotebook()
-    mended = REPAIRS[mend](plain)
-    assert type(mended) is OfANotebook and mended is not plain
-    assert isinstance(plain.layers[1], nn.BatchNorm1d) and not isinstance(mended.layers[1], nn.BatchNorm1d)
+    plain = NotPicklable()
+    fixed = REPAIRS[repair](plain)
+    assert type(fixed) is NotPicklable and fixed is not plain
+    assert isinstance(plain.layers[1], nn.BatchNorm1d) and not isinstance(fixed.layers[1], nn.BatchNorm1d)
 
 
 @model_of(lambda: {"first": nn.Linear(FEATURES, 6), "second": nn.Linear(6, CLASSES)})
@@ -90,7 +90,7 @@ def grid(m, x):
 
 
 class Bag(nn.Module):
-    """An embedding bag with one of several kinds of arguments."""
+    """EmbeddingBag that is called with one of several forms of arguments."""
 
     def __init__(self, kind):
         super().__init__()
@@ -98,7 +98,7 @@ class Bag(nn.Module):
 
     def forward(self, words, weights):
         calls = {
-            "rows": lambda: self.bag(words),
+            "2d": lambda: self.bag(words),
             "keywords": lambda: self.bag(input=words, per_sample_weights=weights),
             "offsets": lambda: self.bag(words.flatten(), offsets=torch.arange(len(words)) * words.shape[1]),
         }
@@ -116,7 +116,7 @@ def words_and_weights():
 LAYERS = {
     "layer norm without a bias": (norm_without_bias, lambda: torch.randn(ROWS, FEATURES)),
     "linear on four axes": (grid, lambda: torch.randn(ROWS, 3, 2, FEATURES)),
-    "bag of rows": (lambda: Bag("rows"), words_and_weights),
+    "bag with 2d input": (lambda: Bag("2d"), words_and_weights),
     "bag with keywords": (lambda: Bag("keywords"), words_and_weights),
     "bag with offsets": (lambda: Bag("offsets"), words_and_weights),
 }
@@ -125,14 +125,14 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O70", "O71", "O74")
-def test_layers_have_the_sums_of_a_loop(api, name):
+def test_layers_give_the_clipped_sum_of_a_loop_over_samples(api, name):
     make, inputs = LAYERS[name]
     torch.manual_seed(1)
     assert_sum_is_right(api, make(), inputs())
 
 
 class Own(nn.Module):
-    """A layer that no table knows, with dropout inside it."""
+    """Layer without a gradient rule that contains dropout."""
 
     def __init__(self, apply):
         super().__init__()
@@ -148,7 +148,7 @@ def from_the_left(x, weight):
 
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O72")
-def test_a_layer_without_a_rule_that_has_dropout_inside_is_right_or_rejected_with_a_remedy(api):
+def test_a_layer_without_a_rule_that_contains_dropout_is_exact_or_rejected_with_a_fix(api):
     x = torch.randn(ROWS, FEATURES)
     for apply in (F.linear, torch.matmul, from_the_left):
         torch.manual_seed(1)
