@@ -19,7 +19,7 @@ def inclusion_counts(loader, draws, rows):
 def p_values(found, rate):
     """Returns two-sided p-values under Poisson sampling at this rate.
 
-    They test the counts of each example (``"each"``), the total count, and the variance of batch sizes (``"batch_sizes"``).
+    They test the count of each example (``"each"``), the total, and the variance of batch sizes (``"batch_sizes"``).
     """
     draws, rows = found.shape
     each = stats.chi2(rows).cdf(((found.sum(0) - draws * rate) ** 2).sum() / (draws * rate * (1 - rate)))
