@@ -89,7 +89,7 @@ def test_split_and_permuted_histories_agree(accountant):
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.hazard("A3")
-def test_every_charge_of_a_mixed_history_counts(accountant):
+def test_each_charge_of_a_mixed_history_raises_epsilon(accountant):
     whole = epsilon_of(MIXED, 1e-5, accountant)
     for left_out in range(len(MIXED)):
         assert epsilon_of(MIXED[:left_out] + MIXED[left_out + 1 :], 1e-5, accountant) < whole
@@ -97,7 +97,7 @@ def test_every_charge_of_a_mixed_history_counts(accountant):
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 @pytest.mark.hazard("O76")
-def test_a_release_without_noise_makes_everything_infinite(accountant):
+def test_a_step_without_noise_has_infinite_epsilon_and_mu(accountant):
     for event in (NonPrivateEvent(), GaussianEvent(0.0), PoissonGaussianEvent(0.5, 0.0)):
         history = (Charge(GaussianEvent(1.0), 3), Charge(event))
         assert epsilon_of(history, 1e-5, accountant) == math.inf
@@ -124,7 +124,7 @@ def test_unknown_accountants_list_the_choices(name):
     ("rate", "sigma", "steps", "eps", "mu", "advantage"),
     [(2048 / 60000, 2.15, 600, 1.664, 0.433, 0.162), (1024 / 32561, 2.738, 480, 1.0, 0.27, 0.103)],
 )
-def test_the_numbers_of_the_report_are_the_published_ones(rate, sigma, steps, eps, mu, advantage):
+def test_privacy_spent_matches_published_values(rate, sigma, steps, eps, mu, advantage):
     spent = privacy_spent((Charge(PoissonGaussianEvent(rate, sigma), steps),), 1e-5)
     assert spent.epsilon == pytest.approx(eps, rel=2e-3)
     assert spent.mu == pytest.approx(mu, abs=5e-4 if mu > 0.3 else 5e-3)
@@ -132,7 +132,7 @@ def test_the_numbers_of_the_report_are_the_published_ones(rate, sigma, steps, ep
     assert (spent.delta, spent.steps, spent.accountant_used) == (1e-5, steps, "pld")
 
 
-def test_the_curve_of_mu_covers_the_profile_and_the_advantage():
+def test_the_curve_of_mu_bounds_the_profile_and_the_advantage():
     mu = mu_gdp(SAMPLED)
     covering = (Charge(GaussianEvent(1 / mu)),)
     for delta, eps in privacy_profile(SAMPLED, [1e-9, 1e-7, 1e-5, 1e-3, 1e-1]):
@@ -141,7 +141,7 @@ def test_the_curve_of_mu_covers_the_profile_and_the_advantage():
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-def test_delta_inverts_epsilon_and_the_profile_is_made_of_epsilons(accountant):
+def test_delta_inverts_epsilon_and_the_profile_holds_epsilons(accountant):
     deltas = [1e-7, 1e-3, 1e-5]
     profile = privacy_profile(SAMPLED, deltas, accountant)
     assert [delta for delta, _ in profile] == [1e-3, 1e-5, 1e-7]
@@ -150,18 +150,18 @@ def test_delta_inverts_epsilon_and_the_profile_is_made_of_epsilons(accountant):
         assert delta_of(SAMPLED, eps, accountant) == pytest.approx(delta, rel=1e-3)
 
 
-def test_advantage_is_below_the_chance_of_being_sampled_at_all():
+def test_advantage_is_below_the_probability_of_being_sampled():
     history = (Charge(PoissonGaussianEvent(0.01, 0.3), 5),)
     assert advantage_of(history) <= 1 - 0.99**5 + 1e-9
 
 
-def test_discretization_is_that_of_the_grid_and_absent_without_one():
+def test_discretization_is_the_grid_spacing_or_none():
     assert 1e-7 < discretization_of(SAMPLED, 1e-5) < 1e-2
     assert discretization_of(SAMPLED, 1e-5, "rdp") is None
     assert discretization_of((Charge(GaussianEvent(1.0)),), 1e-5) is None
 
 
-def test_epsilon_of_is_the_epsilon_of_a_plain_run():
+def test_epsilon_of_equals_the_epsilon_of_a_dp_sgd_run():
     assert epsilon(noise_multiplier=1.5, sample_rate=0.02, steps=200, delta=1e-5) == epsilon_of(SAMPLED, 1e-5)
     assert epsilon(noise_multiplier=1.5, sample_rate=0.02, steps=0, delta=1e-5) == 0.0
     for steps in (-1, 1.5, True):
@@ -175,7 +175,7 @@ def test_delta_of_rejects_an_illegal_epsilon(eps):
         delta_of(SAMPLED, eps)
 
 
-def test_the_answer_does_not_depend_on_what_was_asked_before():
+def test_results_do_not_depend_on_earlier_queries():
     answers = []
     for clear in (True, False, True):
         if clear:
@@ -191,7 +191,7 @@ RATES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 1.0)
 
 
 @pytest.mark.parametrize("mu", [0.3, 1.0, 3.0])
-def test_the_trade_off_of_a_gaussian_is_the_closed_form_from_the_safe_side(mu):
+def test_the_trade_off_of_a_gaussian_is_a_close_upper_bound_of_the_closed_form(mu):
     normal = NormalDist()
     for rate, power in trade_off((Charge(GaussianEvent(1 / mu)),), RATES):
         exact = rate if rate in (0.0, 1.0) else normal.cdf(mu + normal.inv_cdf(rate))
@@ -209,7 +209,7 @@ def test_the_trade_off_of_a_sampled_run_is_bounded_by_the_advantage_and_rises():
     assert powers[2] > 0.01
 
 
-def test_the_trade_off_at_its_ends():
+def test_trade_off_endpoints():
     assert trade_off((), [0.3]) == ((0.3, pytest.approx(0.3)),)
     assert trade_off((Charge(NonPrivateEvent()),), [0.3]) == ((0.3, 1.0),)
     with pytest.raises(InvalidBudgetError):
@@ -229,7 +229,7 @@ ONE_SIZE = (Charge(FixedSizeGaussianEvent(1000, 10, 4.0), 10),)
 DELTA = 1e-5
 
 
-def test_the_first_accountant_that_can_answers():
+def test_first_answer_uses_the_first_applicable_accountant():
     answer = first_answer(PLAIN, DELTA, ("rdp", "pld"))
     assert (answer.accountant_used, answer.refusals) == ("rdp", ())
     assert answer.epsilon == epsilon_of(PLAIN, DELTA, "rdp")
@@ -238,18 +238,18 @@ def test_the_first_accountant_that_can_answers():
     assert "gdp" in answer.refusals[0]
 
 
-def test_an_infinite_answer_is_asked_about_once_more():
+def test_an_infinite_epsilon_is_retried_with_the_next_accountant():
     tiny = (Charge(PoissonGaussianEvent(1e-7, 1e-160)),)  # the example takes part less often than delta
     assert first_answer(tiny, DELTA, ("rdp",)).epsilon == math.inf
     answer = first_answer(tiny, DELTA, ("rdp", "pld"))
     assert (answer.epsilon, answer.accountant_used) == (0.0, "pld")
 
 
-def test_rdp_looks_at_given_orders():
+def test_rdp_uses_the_given_orders():
     assert first_answer(PLAIN, DELTA, ("rdp",), orders=[1.5]).epsilon == epsilon_by_orders(PLAIN, DELTA, [1.5])[0]
 
 
-def test_a_release_with_a_bound_for_one_relation_only_gets_it():
+def test_an_event_with_a_bound_under_one_relation_uses_that_relation():
     answer = first_answer(ONE_SIZE, DELTA)
     assert (answer.accountant_used, answer.relation) == ("pld", Relation.ZERO_OUT)
     assert answer.epsilon == epsilon_of(ONE_SIZE, DELTA, "pld", Relation.ZERO_OUT)
@@ -259,7 +259,7 @@ def test_a_release_with_a_bound_for_one_relation_only_gets_it():
     ("history", "used"),
     [((), "pld"), ((Charge(NonPrivateEvent()),), "pld"), ((*PLAIN, Charge(UnclaimedEvent("shuffled"))), None)],
 )
-def test_there_is_always_an_answer(history, used):
+def test_empty_noiseless_and_unbounded_histories_have_an_epsilon(history, used):
     answer = first_answer(history, DELTA)
     assert answer.accountant_used == used
     assert answer.epsilon == (0.0 if not history else math.inf)
@@ -267,6 +267,6 @@ def test_there_is_always_an_answer(history, used):
         assert "shuffled" in answer.refusals[0]
 
 
-def test_no_accountant_that_can_answer_gives_infinity():
+def test_epsilon_is_infinite_without_an_applicable_accountant():
     answer = first_answer(ONE_SIZE, DELTA, ("rdp",))
     assert (answer.epsilon, answer.accountant_used, len(answer.refusals)) == (math.inf, None, 2)

@@ -55,7 +55,7 @@ def test_a_large_count_is_reported_by_its_size():
 
 @pytest.mark.parametrize("steps", [MAX_COUNT - 1, MAX_COUNT])
 @pytest.mark.parametrize("relation", list(Relation))
-def test_the_largest_count_costs_what_it_must_by_the_closed_form(steps, relation):
+def test_the_largest_count_matches_the_closed_form(steps, relation):
     mu = math.sqrt(steps) / 3.0 * (2 if relation is Relation.REPLACE_ONE else 1)
     # The loss is N(mu^2 / 2, mu^2), so epsilon lies some standard deviations above mu^2 / 2.
     for accountant in ("gdp", "pld", "prv"):
@@ -67,7 +67,7 @@ def test_the_largest_count_costs_what_it_must_by_the_closed_form(steps, relation
 
 @pytest.mark.one_in(5, "sigma", others="slow")
 @pytest.mark.parametrize("sigma", [3.0, 1e5, 1e8, 1e9, 1e10])
-def test_the_largest_count_of_sampled_releases_costs_no_less_than_its_normal_limit(sigma):
+def test_epsilon_of_the_largest_sampled_count_is_at_least_the_normal_limit(sigma):
     steps = MAX_COUNT
     run = RUN | {"noise_multiplier": sigma, "steps": steps}
     # With so many small losses the limit is exact; where one loss is not small it says nothing, and the mean of all
@@ -81,14 +81,14 @@ def test_the_largest_count_of_sampled_releases_costs_no_less_than_its_normal_lim
     assert 0 <= lower <= estimate <= above == upper
 
 
-def test_the_cost_goes_on_rising_up_to_the_largest_count():
+def test_epsilon_increases_up_to_the_largest_count():
     for accountant in ("pld", "rdp"):
         spent = [epsilon(**RUN, steps=2**power, accountant=accountant) for power in (40, 51, 62)]
         assert spent == sorted(spent) and spent[0] > 0
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), 10**5000, Fraction(10**400)], ids=lambda v: type(v).__name__)
-def test_a_number_that_no_float_holds_is_rejected_by_name(value):
+def test_a_number_too_large_for_a_float_is_rejected_by_name(value):
     text = message_of(lambda: epsilon(**RUN | {"noise_multiplier": value}, steps=3))
     assert "noise_multiplier=" in text and "float" in text and len(text) < 300
     assert "delta=" in message_of(lambda: epsilon(**RUN | {"delta": value}, steps=3))
@@ -96,14 +96,14 @@ def test_a_number_that_no_float_holds_is_rejected_by_name(value):
 
 
 @pytest.mark.parametrize("accountant", [["pld"], {"pld": 1}, None, 3, "abacus"], ids=str)
-def test_an_accountant_that_is_none_is_answered_with_the_choices(accountant):
+def test_an_invalid_accountant_is_rejected_with_the_choices(accountant):
     for call in (lambda: accountant_name(accountant), lambda: epsilon(**RUN, steps=3, accountant=accountant)):
         with pytest.raises(ValueError, match=r"accountant=.* is not known. Choose one of 'pld', 'rdp'"):
             call()
 
 
 @pytest.mark.parametrize("relation", ["foo", 3, None, ["zero_out"]], ids=str)
-def test_a_relation_that_is_none_is_answered_with_the_choices(relation):
+def test_an_invalid_relation_is_rejected_with_the_choices(relation):
     text = message_of(lambda: epsilon(**RUN, steps=3, relation=relation))
     for one in Relation:
         assert repr(one.value) in text

@@ -61,7 +61,7 @@ def test_the_library_agrees_on_truncated_batches_and_mixtures(event, steps):
 
 
 @pytest.mark.hazard("S9")
-def test_the_distribution_of_truncation_is_that_of_enumeration():
+def test_truncation_probabilities_match_enumeration():
     """Seven rows, one of them ours; how often the others fill the batch, and how often we are in it then."""
     n, q, most = 7, 0.4, 2
     full = taken = 0.0
@@ -76,7 +76,7 @@ def test_the_distribution_of_truncation_is_that_of_enumeration():
     assert found[1] >= full * (1 - 1e-12) and found[2] >= taken / full * (1 - 1e-12)
 
 
-def test_batches_that_are_hardly_ever_not_full_still_count():
+def test_rare_batches_below_the_truncation_size_raise_epsilon():
     """At a tiny delta one batch in 10**9 that is not full decides: its example is alone with the noise."""
     n, q, most, sigma, delta = 30, 0.52, 1, 10.0, 1e-15
     room = (1 - q) ** (n - 1)
@@ -87,7 +87,7 @@ def test_batches_that_are_hardly_ever_not_full_still_count():
 
 @pytest.mark.slow
 @pytest.mark.hazard("S9")
-def test_truncation_that_never_happens_costs_nothing_and_one_that_does_costs():
+def test_truncation_raises_epsilon_only_if_it_occurs():
     plain = epsilon_of((Charge(PoissonGaussianEvent(0.01, 1.2), 50),), 1e-5)
     costs = []
     for largest in (200, 140, 120, 100):
@@ -118,7 +118,7 @@ def short_delta(eps, steps=1):
 
 
 @pytest.mark.parametrize("eps", [0.5, 1.0, 5.0, 20.0])
-def test_probability_that_a_mixture_misses_is_infinite_loss(eps):
+def test_missing_mixture_probability_is_infinite_loss(eps):
     truth = short_delta(eps)
     assert truth * (1 - 1e-12) <= delta_of((Charge(SHORT),), eps) <= truth * (1 + 1e-6)
 
@@ -140,7 +140,7 @@ def test_missing_probability_adds_up_over_steps_and_bounds_delta():
     assert str(told.value).count("DPE025") == 1
 
 
-def test_rounded_probabilities_miss_nothing():
+def test_rounded_probabilities_add_no_infinite_loss():
     rng = np.random.default_rng(0)
     for size in range(2, 40):
         chances = rng.dirichlet(np.ones(size - 1)) * 0.1
@@ -160,7 +160,7 @@ def test_probabilities_above_1_cost_no_less_than_those_of_sum_1():
 @pytest.mark.one_in(2, "rate", "eps")
 @pytest.mark.parametrize(("rate", "sigma"), [(0.01, 1.2), (0.3, 0.8), (1.0, 2.0)])
 @pytest.mark.parametrize("eps", [0.05, 1.0, 4.0])
-def test_the_pair_of_subsets_of_one_size_is_the_theorem_on_both_sides(rate, sigma, eps):
+def test_the_pair_of_fixed_size_subsets_matches_the_theorem_in_both_directions(rate, sigma, eps):
     pair, s = FixedSizePair(rate, sigma), sigma / 2
     x = np.linspace(-14 * s - 1, 14 * s + 2, 400_001)
     subset = (1 - rate) * normal(x, 0, s) + rate * normal(x, 1, s)
@@ -175,7 +175,7 @@ def test_the_pair_of_subsets_of_one_size_is_the_theorem_on_both_sides(rate, sigm
     assert masses.p.sum() == pytest.approx(1, abs=1e-12) and masses.q.sum() == pytest.approx(1, abs=1e-12)
 
 
-def test_subsets_of_one_size_cost_less_than_by_renyi_and_more_than_poisson_claims():
+def test_epsilon_of_fixed_size_subsets_lies_between_poisson_and_renyi():
     history, relation = (Charge(FIXED, 500),), Relation.REPLACE_ONE
     found = epsilon_of(history, 1e-5, relation=relation)
     assert found < 0.75 * epsilon_of(history, 1e-5, "dp_accounting_rdp", relation)
@@ -189,7 +189,7 @@ def test_subsets_of_one_size_cost_less_than_by_renyi_and_more_than_poisson_claim
 @pytest.mark.one_in(4, "direction", "norms", others="slow")
 @pytest.mark.parametrize("direction", [Direction.REMOVE, Direction.ADD])
 @pytest.mark.parametrize("norms", [(0.0, 1.0, 3.0), (0.5, 1.0, 3.0)])
-def test_the_pair_of_a_mixture_is_its_densities(direction, norms):
+def test_the_pair_of_a_mixture_matches_its_densities(direction, norms):
     chances, sigma = (0.9, 0.07, 0.03), 1.5
     pair = MixturePair(norms, chances, sigma, direction)
     sign = 1 if direction is Direction.REMOVE else -1
@@ -206,7 +206,7 @@ def test_the_pair_of_a_mixture_is_its_densities(direction, norms):
     assert np.all((np.abs(back - x[::5000]) < 1e-9) | (np.abs(losses - pair.loss(back)) < 1e-12))
 
 
-def test_a_mixture_of_two_norms_is_a_poisson_batch():
+def test_a_mixture_of_two_norms_equals_poisson_sampling():
     two = MixtureGaussianEvent(2.0, (0.0, 1.0), (0.9, 0.1))
     for delta in (1e-3, 1e-6, 1e-30):
         one = epsilon_of((Charge(PoissonGaussianEvent(0.1, 2.0), 100),), delta)
@@ -214,13 +214,13 @@ def test_a_mixture_of_two_norms_is_a_poisson_batch():
 
 
 @pytest.mark.parametrize("unit", [1e-200, 1e-3, 1.0, 1e12])
-def test_only_the_ratio_of_noise_and_norms_counts(unit):
+def test_epsilon_depends_only_on_the_ratio_of_noise_to_norms(unit):
     one = MixtureGaussianEvent(1.0, (0.0, 0.5, 1.0), (0.9, 0.05, 0.05))
     scaled = MixtureGaussianEvent(unit, (0.0, 0.5 * unit, unit), (0.9, 0.05, 0.05))
     assert epsilon_of((Charge(scaled, 7),), 1e-6) == pytest.approx(epsilon_of((Charge(one, 7),), 1e-6), rel=1e-9)
 
 
-def test_norms_of_any_size_have_an_answer():
+def test_extreme_norms_have_an_epsilon():
     tiny = MixtureGaussianEvent(1.0, (1e-300, 1.0), (0.5, 0.5))
     assert epsilon_of((Charge(tiny),), 1e-5) == pytest.approx(
         epsilon_of((Charge(PoissonGaussianEvent(0.5, 1.0)),), 1e-5), rel=1e-6
@@ -232,7 +232,7 @@ def test_norms_of_any_size_have_an_answer():
 @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 3.0])
 @pytest.mark.parametrize("mean", [1.5, 10.0, 1000.0])
 @pytest.mark.hazard("A10")
-def test_the_cost_of_tuning_is_that_of_the_library(mean, shape):
+def test_the_cost_of_tuning_matches_dp_accounting(mean, shape):
     event = RepeatAndSelectEvent(SELECTED.base, mean, shape)
     accountant = dp_accounting.rdp.RdpAccountant(orders=ORDERS)
     accountant.compose(to_dp_accounting(event))
@@ -253,7 +253,7 @@ def test_tuning_costs_more_than_a_run_and_little_for_many_runs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("event", [TRUNCATED, MIXTURE], ids=["cut", "mixture"])
-def test_kinds_compose_and_neither_order_nor_splits_show(event):
+def test_epsilon_of_mixed_events_is_invariant_to_order_and_splits(event):
     beside, relation = Charge(PoissonGaussianEvent(0.02, 1.5), 30), RELATION[event]
     whole = epsilon_of((Charge(event, 20), beside), 1e-5, relation=relation)
     split = (Charge(event, 7), beside, Charge(event, 13))
@@ -331,7 +331,7 @@ def test_bad_events_are_rejected(make):
         make()
 
 
-def test_without_noise_nothing_is_private():
+def test_events_without_noise_have_infinite_epsilon():
     for event in (TruncatedGaussianEvent(10, 0.1, 5, 0.0), FixedSizeGaussianEvent(10, 5, 0.0)):
         assert epsilon_of((Charge(event),), 1e-5, relation=Relation.ZERO_OUT) == math.inf
     bare = RepeatAndSelectEvent(((GaussianEvent(0.0), 1),), 5.0)

@@ -97,7 +97,7 @@ def test_bulk_and_jumps_together_keep_both_masses(direction, cut):
 
 
 @pytest.mark.parametrize("sigma", [0.02, 0.05])
-def test_losses_that_are_all_jumps_have_a_bound(sigma):
+def test_losses_without_a_bulk_have_a_bound(sigma):
     # Once an answer with a slope beyond all reason asked for a lattice of 10^134 points.
     run = {"noise_multiplier": sigma, "sample_rate": 0.5, "steps": 100, "delta": 1e-10}
     lower, _, upper = epsilon_bounds(**run)

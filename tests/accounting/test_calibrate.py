@@ -85,14 +85,14 @@ def check_random_target(rng, accountant):
 @pytest.mark.one_in(3, "seed")
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.hazard("A9")
-def test_random_targets_are_kept(seed):
+def test_random_targets_are_met(seed):
     check_random_target(random.Random(seed), "pld")
 
 
 @pytest.mark.one_in(3, "seed")
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.hazard("A9")
-def test_random_targets_are_kept_by_rdp(seed):
+def test_random_targets_are_met_by_rdp(seed):
     check_random_target(random.Random(1000 + seed), "rdp")
 
 
@@ -101,14 +101,14 @@ def test_random_targets_are_kept_by_rdp(seed):
     ("target", "delta", "rate", "steps"), [(0.0943, 5.7e-7, 0.0033, 3), (0.202, 8.9e-8, 0.00104, 26)]
 )
 @pytest.mark.hazard("A9")
-def test_targets_smaller_than_the_grid_of_the_first_guess_are_kept(target, delta, rate, steps):
+def test_targets_below_the_grid_of_the_first_guess_are_met(target, delta, rate, steps):
     found = calibration(target_epsilon=target, target_delta=delta, sample_rate=rate, steps=steps)
     assert_is_tight(found, target, delta, rate)
 
 
 @pytest.mark.nightly
 @pytest.mark.hazard("A9")
-def test_two_hundred_random_targets_are_kept():
+def test_two_hundred_random_targets_are_met():
     rng = random.Random(2)
     for _ in range(200):
         check_random_target(rng, "pld")
@@ -135,7 +135,7 @@ def test_replace_one_needs_more_noise():
     assert_is_tight(found, 2.0, 1e-5, 0.05, relation=Relation.REPLACE_ONE)
 
 
-def test_a_looser_tolerance_stays_on_the_private_side():
+def test_a_looser_tolerance_never_exceeds_the_target():
     arguments = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.05, "steps": 100}
     best = calibration(**arguments, tol=1e-6)
     loose = calibration(**arguments, tol=1e-2)
@@ -144,7 +144,7 @@ def test_a_looser_tolerance_stays_on_the_private_side():
     assert best.noise_multiplier * (1 - 1e-6) <= loose.noise_multiplier <= best.noise_multiplier * 1.02
 
 
-def test_an_easy_target_gets_the_least_noise_that_is_offered():
+def test_a_very_large_target_gets_the_smallest_supported_noise():
     found = calibration(target_epsilon=5e4, target_delta=1e-5, sample_rate=0.5, steps=1)
     assert found.noise_multiplier == pytest.approx(0.01, rel=1e-4)
     assert found.epsilon <= 5e4
@@ -170,7 +170,7 @@ def test_an_unreachable_target_names_the_smallest_epsilon(accountant, target, de
         *[("tol", value) for value in (0, -1, math.nan)],
     ],
 )
-def test_illegal_arguments_are_named(name, value):
+def test_invalid_arguments_are_named(name, value):
     arguments = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.1, "steps": 10, name: value}
     with pytest.raises(InvalidBudgetError, match=f"{name}="):
         calibration(**arguments)
@@ -195,7 +195,7 @@ def test_events_that_the_accountant_rejects_cannot_be_calibrated():
         ("dp_accounting_rdp", Relation.ADD_OR_REMOVE_ONE),
     ],
 )
-def test_second_opinions_are_calibrated_too(accountant, relation):
+def test_other_accountants_can_be_calibrated(accountant, relation):
     arguments = {"target_delta": 1e-5, "accountant": accountant, "relation": relation, "steps": 100}
     for target, rate in [(2.0, 0.05), (3.0, 1.0)]:
         found = calibration(target_epsilon=target, sample_rate=rate, **arguments)
@@ -208,7 +208,7 @@ def test_second_opinions_are_calibrated_too(accountant, relation):
 
 @pytest.mark.parametrize("power", [0.5, 1.0, 2.0, 8.0])
 @pytest.mark.parametrize("start", [1e-2, 1.0, 1e5])
-def test_noise_by_any_falling_function_is_within_the_tolerance(power, start):
+def test_noise_search_on_a_decreasing_function_is_within_the_tolerance(power, start):
     def epsilon_at(sigma):
         return 7.0 * sigma**-power
 
@@ -216,12 +216,12 @@ def test_noise_by_any_falling_function_is_within_the_tolerance(power, start):
     assert 3.0 - 0.01 <= epsilon_at(found) <= 3.0
 
 
-def test_noise_by_a_function_that_jumps_is_at_the_jump():
+def test_noise_search_on_a_step_function_finds_the_jump():
     found = least_noise_for(lambda sigma: 5.0 if sigma < 2.0 else 0.0, target_epsilon=3.0, tolerance=0.01)
     assert 2.0 <= found <= 2.0 * (1 + 1e-5)
 
 
-def test_noise_by_a_function_that_never_exceeds_the_target_is_the_least():
+def test_noise_search_below_the_target_everywhere_returns_the_minimum():
     assert least_noise_for(lambda sigma: 0.0, target_epsilon=3.0, tolerance=0.01) == pytest.approx(1e-2)
 
 

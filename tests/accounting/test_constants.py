@@ -30,13 +30,13 @@ def test_the_naive_formula_does_lose_steps():
 
 
 @pytest.mark.parametrize(("rows", "batch"), [(0, 1), (1, 0), (-3, 1), (10, 2.0), (10.0, 2), (True, 1), ("9", 1)])
-def test_rows_and_batches_must_be_positive_integers(rows, batch):
+def test_dataset_and_batch_sizes_must_be_positive_integers(rows, batch):
     for function in (steps_per_epoch, sample_rate_of):
         with pytest.raises(InvalidBudgetError, match=r"num_examples=|batch_size="):
             function(rows, batch)
 
 
-def test_sample_rate_is_the_share_of_a_batch():
+def test_sample_rate_is_batch_size_over_dataset_size():
     assert sample_rate_of(60000, 256) == 256 / 60000
     assert sample_rate_of(10, 10) == sample_rate_of(10, 64) == 1.0
 
@@ -81,7 +81,7 @@ def test_epochs_of_a_rate_lose_no_step():
 
 
 @given(st.floats(min_value=1e-300, max_value=1e9))
-def test_a_bound_is_never_printed_below_itself_nor_a_whole_digit_above(value):
+def test_a_bound_is_rounded_up_by_less_than_one_digit(value):
     text = round_up(value)
     last_digit = Fraction(1, 10 ** len(text.partition(".")[2]))
     assert float(text) >= value
@@ -89,18 +89,18 @@ def test_a_bound_is_never_printed_below_itself_nor_a_whole_digit_above(value):
 
 
 @given(st.floats(min_value=1e9, max_value=1e307))
-def test_an_enormous_bound_is_printed_short_and_never_below_itself(value):
+def test_a_very_large_bound_is_printed_short_and_never_rounded_down(value):
     assert value <= float(round_up(value)) <= value * (1 + 1e-5)
     assert len(round_up(value)) <= 19
 
 
 @given(st.floats(min_value=1e-300, max_value=1, exclude_max=True))
-def test_a_delta_is_never_printed_below_itself(delta):
+def test_a_delta_is_never_rounded_down(delta):
     assert delta <= float(round_up_delta(delta)) <= 1.01 * delta
 
 
 @given(st.floats(min_value=0, max_value=1))
-def test_a_share_is_never_printed_below_itself(share):
+def test_a_percentage_is_never_rounded_down(share):
     assert float(percent_up(share).removesuffix(" %")) >= 100 * share * (1 - 1e-15)
 
 
@@ -120,11 +120,11 @@ def test_a_share_is_never_printed_below_itself(share):
         (9.9999999e299, "1e+300"),
     ],
 )
-def test_epsilon_keeps_two_digits_that_count(value, text):
+def test_epsilon_keeps_two_significant_digits(value, text):
     assert round_up(value) == text
 
 
-def test_a_delta_that_is_short_stays_as_the_user_wrote_it():
+def test_a_short_delta_is_printed_as_the_user_wrote_it():
     assert [round_up_delta(d) for d in (1e-5, 1e-10, 0.25)] == ["1e-05", "1e-10", "0.25"]
     assert round_up_delta(1.0684e-05) == "1.07e-05"
 

@@ -68,7 +68,7 @@ def test_sample_rate_must_lie_in_zero_one(rate):
         release_event(noise_multiplier=1.0, sample_rate=rate)
 
 
-def test_a_release_is_stated_in_its_simplest_form():
+def test_an_event_is_reduced_to_its_simplest_form():
     assert release_event(noise_multiplier=0, sample_rate=0.5) == NonPrivateEvent()
     assert release_event(noise_multiplier=2, sample_rate=1) == GaussianEvent(2.0)
     assert release_event(noise_multiplier=2, sample_rate=0.5) == PoissonGaussianEvent(0.5, 2.0)
@@ -112,11 +112,11 @@ def cycles(count, rate=0.2, sigma=1.3):
 
 
 @pytest.mark.parametrize(("steps", "count"), [(1, 1), (3, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
-def test_a_cycle_that_was_begun_counts_whole(steps, count):
+def test_a_partial_cycle_counts_as_a_full_cycle(steps, count):
     assert epsilon_of((Charge(EVENT, steps),), DELTA) == cycles(count)
 
 
-def test_steps_of_one_run_count_together_whatever_lies_between():
+def test_steps_of_one_run_share_cycles_across_other_charges():
     other = Charge(GaussianEvent(50.0))
     history = (Charge(EVENT, 3), other, Charge(EVENT, 2, "void"), Charge(EVENT, 3))
     assert epsilon_of(history, DELTA) == epsilon_of((Charge(PoissonGaussianEvent(0.2, 1.3), 2), other), DELTA)
@@ -152,7 +152,7 @@ def test_runs_without_a_name_are_never_merged(event):
     assert to_dp_accounting(unnamed, 3) == to_dp_accounting(replace(event, cycle_length=1, run=""), 3)
 
 
-def test_where_all_of_a_group_participate_cycles_are_plain_gaussians():
+def test_cycles_with_full_participation_are_gaussian_events():
     event = CyclicGaussianEvent(1.0, 3.0, 5, "a")
     assert epsilon_of((Charge(event, 11),), DELTA) == epsilon_of((Charge(GaussianEvent(3.0), 3),), DELTA)
 
@@ -257,7 +257,7 @@ def test_the_accounted_rate_is_above_that_of_the_draw():
     assert accounted_sample_rate(1.0) == 1.0
 
 
-def test_the_relation_follows_from_the_batches_and_what_is_public():
+def test_the_relation_follows_from_the_sampling_and_the_public_constants():
     assert relation_of(PoissonParticipation(0.25), public_size=True) is Relation.ZERO_OUT
     assert relation_of(PoissonParticipation(0.25), public_size=False) is Relation.ADD_OR_REMOVE_ONE
     assert relation_of(FixedSizeParticipation(50), public_size=True) is Relation.REPLACE_ONE

@@ -158,7 +158,7 @@ def test_the_reference_is_the_closed_form_of_one_release(rate, sigma, delta):
     assert truth == pytest.approx(exact, abs=2 * error + 1e-7 * exact)
 
 
-def test_convolution_and_fft_agree_where_both_can_be_had():
+def test_convolution_and_fft_agree_where_both_are_computable():
     parts, delta = parts_of(0.01, 1.2, 100), 1e-6
     with np.errstate(all="ignore"):
         by_fft = lattice.upper_epsilon(parts, delta, 2e-5).epsilon
@@ -176,7 +176,7 @@ def test_convolution_and_fft_agree_where_both_can_be_had():
 
 @pytest.mark.one_in(3, "rate")
 @pytest.mark.parametrize(("rate", "sigma", "delta"), [(0.01, 1.0, 1e-6), (0.2, 6.0, 1e-30), (1e-4, 0.8, 1e-5)])
-def test_asking_step_by_step_is_asking_afresh(rate, sigma, delta):
+def test_epsilon_step_by_step_equals_a_fresh_computation(rate, sigma, delta):
     """Counts in one range share a lattice; the result equals that of a separate lattice."""
     for steps in (65, 127, 128, 4099, 8191):
         answer = epsilon_of((Charge(PoissonGaussianEvent(rate, sigma), steps),), delta)
@@ -221,7 +221,7 @@ def test_delta_is_as_close_as_epsilon(rate, sigma, steps, delta):
 
 
 @pytest.mark.slow
-def test_an_epsilon_next_to_nothing_is_no_error():
+def test_a_tiny_epsilon_has_a_delta():
     history = (Charge(PoissonGaussianEvent(1.2949933072100793e-06, 182.37435719328894), 2),)
     delta = delta_of(history, 0.0, relation=Relation.REPLACE_ONE)
     assert 0 <= epsilon_of(history, delta, relation=Relation.REPLACE_ONE) < 1e-10

@@ -97,7 +97,7 @@ def test_no_central_limit_form_for_sampled_releases():
         epsilon_of((Charge(PoissonGaussianEvent(0.1, 1.0), 3),), 1e-5, "gdp")
 
 
-def test_a_rate_of_one_is_no_sampling():
+def test_a_sample_rate_of_one_equals_no_sampling():
     assert epsilon_of((Charge(PoissonGaussianEvent(1.0, 1.0), 3),), 1e-5, "gdp") == epsilon_of(
         (Charge(GaussianEvent(1.0), 3),), 1e-5, "gdp"
     )
@@ -116,7 +116,7 @@ def test_a_tiny_mu_gives_a_tiny_delta(mu):
 
 
 @pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-100])
-def test_enormous_epsilons_have_their_mu(delta):
+def test_very_large_epsilons_have_a_mu(delta):
     found = [largest_mu(eps, delta) for eps in (9.9e9, 1.01e10, 1e12, 1e50, 1e200, 1e300, 1.7e308)]
     assert found[-1] < math.inf
     assert found == sorted(found)

@@ -43,7 +43,7 @@ def mixed_ledger():
     return ledger
 
 
-def test_equal_neighbours_merge_and_others_do_not():
+def test_equal_consecutive_charges_merge_and_others_do_not():
     ledger = Ledger()
     for event in (STEP, STEP, OTHER, OTHER, STEP):
         ledger.charge(event)
@@ -73,7 +73,7 @@ def test_a_ledger_survives_json():
 
 
 @pytest.mark.hazard("P1")
-def test_loading_never_forgets():
+def test_loading_into_a_charged_ledger_raises_unless_merged():
     ledger = Ledger()
     ledger.charge(STEP)
     with pytest.raises(LedgerError, match="would discard"):
@@ -147,7 +147,7 @@ def test_the_history_cannot_be_edited_from_outside():
     assert ledger.history == before
 
 
-def test_totals_have_each_event_once_and_cost_the_same():
+def test_totals_list_each_event_once_and_have_the_same_epsilon():
     ledger = Ledger()
     for step in range(40):
         ledger.charge(PoissonGaussianEvent(0.1, 1.5), kind="void" if step == 3 else "release")
@@ -224,7 +224,7 @@ def test_an_event_instead_of_a_charge_raises_with_the_conversion(ask):
 # Observers
 
 
-def test_an_observer_sees_each_charge_unmerged_and_after_it_is_in_the_ledger():
+def test_an_observer_receives_each_charge_unmerged_after_it_is_in_the_ledger():
     seen, given = [], []
     ledger = Ledger([given.append])
     stop = ledger.observe(lambda charge: seen.append((charge, ledger.steps)))
@@ -248,7 +248,7 @@ def test_an_observer_is_called_once_however_often_it_was_added_and_not_after_it_
     assert len(seen) == 1
 
 
-def test_an_observer_that_raises_keeps_the_charge_and_the_other_observers_see_it():
+def test_an_observer_that_raises_does_not_undo_the_charge_or_skip_other_observers():
     seen = []
     ledger = Ledger([seen.append])
     ledger.observe(lambda charge: 1 / 0)

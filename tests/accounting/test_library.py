@@ -32,14 +32,14 @@ UNSAMPLED = (Charge(GaussianEvent(10.0), 60), Charge(GaussianEvent(20.0), 160))
 @pytest.mark.parametrize("history", [SAMPLED, MIXED], ids=["sampled", "mixed"])
 @pytest.mark.parametrize("relation", Relation)
 @pytest.mark.parametrize("delta", [1e-3, 1e-9])
-def test_its_loss_distributions_agree_with_ours(history, relation, delta):
+def test_pld_of_dp_accounting_agrees_with_ours(history, relation, delta):
     spent = epsilon_of(history, delta, "dp_accounting", relation)
     assert spent == pytest.approx(epsilon_of(history, delta, relation=relation), rel=2e-4)
     assert delta_of(history, spent, "dp_accounting", relation) == pytest.approx(delta, rel=1e-6)
 
 
 @pytest.mark.parametrize("relation", [ADD_REMOVE, Relation.ZERO_OUT])
-def test_its_renyi_divergences_are_its_own_answer(relation):
+def test_dp_accounting_rdp_returns_the_result_of_the_library(relation):
     from dp_accounting.rdp import RdpAccountant
 
     theirs = RdpAccountant(neighboring_relation=library.library_relation(relation))
@@ -69,18 +69,18 @@ def test_sampling_under_replace_one_is_rejected_by_renyi():
 
 
 @pytest.mark.parametrize(("steps", "delta"), [(100_000, 1e-10), (200, 1e-15), (1, 1e-13), (200, 1e-200)])
-def test_a_delta_that_its_rounding_hides_is_rejected(steps, delta):
+def test_a_delta_below_the_rounding_of_the_library_is_rejected(steps, delta):
     history = (Charge(PoissonGaussianEvent(0.01, 6.0), steps),)
     with pytest.raises(AccountingRefusedError, match=r"dp-accounting library.*rounding"):
         epsilon_of(history, delta, "dp_accounting")
 
 
-def test_an_answer_below_its_rounding_is_rejected():
+def test_an_epsilon_below_the_rounding_of_the_library_is_rejected():
     with pytest.raises(AccountingRefusedError, match="may dominate delta"):
         delta_of(SAMPLED, 30.0, "dp_accounting")
 
 
-def test_neither_bounds_from_below():
+def test_dp_accounting_has_no_lower_bounds():
     for accountant in ("dp_accounting", "dp_accounting_rdp"):
         with pytest.raises(AccountingRefusedError, match="'pld', 'gdp', 'prv'"):
             bounds_of(SAMPLED, 1e-5, accountant)
@@ -111,7 +111,7 @@ def test_without_the_library_the_error_says_what_to_install(accountant, monkeypa
 
 
 @pytest.mark.slow
-def test_its_grid_is_its_own_but_for_large_losses():
+def test_dp_accounting_uses_its_default_grid_except_for_large_losses():
     assert discretization_of(SAMPLED, 1e-5, "dp_accounting") == 1e-4
     assert discretization_of(SAMPLED, 1e-5, "dp_accounting_rdp") is None
     assert discretization_of((), 1e-5, "dp_accounting") is None

@@ -48,7 +48,7 @@ def test_with_thousands_of_kinds_the_bounds_differ_by_a_few_per_cent():
     assert estimate == pytest.approx(5.7773, rel=5e-4)
 
 
-def test_neither_the_order_of_the_history_nor_what_was_asked_before_shows():
+def test_epsilon_is_invariant_to_order_and_earlier_queries():
     shuffled = [BOTH[place] for place in np.random.default_rng(1).permutation(len(BOTH))]
     found = []
     for history in (BOTH, shuffled, BOTH):
@@ -89,11 +89,11 @@ def test_each_kind_is_in_one_cell_and_on_the_right_side_of_its_corner(kinds, abo
 
 
 @pytest.mark.parametrize("count", [2, 399, 400])
-def test_there_are_as_many_cells_as_asked_for(count):
+def test_the_number_of_cells_is_the_requested_one(count):
     assert len(split_into_cells(ORDINARY, count, above=True)) == count
 
 
-def test_sketches_side_by_side_are_sketches_one_by_one():
+def test_batched_sketches_equal_single_sketches():
     first, second, third = (LossPair(q, s, Direction.REMOVE) for q, s in ((0.01, 0.8), (0.2, 3.0), (1.0, 5.0)))
     mixtures, counts, tail, points = [((0.3, first), (0.7, second)), ((1.0, third),)], [7, 30], 1e-9, 301
     together = sketches(mixtures, counts, tail, points)

@@ -140,7 +140,7 @@ def test_participations_follow_their_distribution(scheme):
 @pytest.mark.one_in(3, "scheme", "epsilon")
 @pytest.mark.parametrize("scheme", ["cyclic", "cold", "warm"])
 @pytest.mark.parametrize("epsilon", [0.0, 0.5, 1.5])
-def test_without_groups_and_rests_the_estimate_is_the_delta_of_sampled_gaussians(scheme, epsilon):
+def test_without_bands_the_estimate_is_the_delta_of_sampled_gaussians(scheme, epsilon):
     event = run(scheme, apart=1, steps=20, coefficients=(1.0,))
     drawn = tally.simulation(event, 100_000, 7)
     truth = delta_of((Charge(PoissonGaussianEvent(0.4, 2.0), 20),), epsilon)
@@ -148,7 +148,7 @@ def test_without_groups_and_rests_the_estimate_is_the_delta_of_sampled_gaussians
     assert abs(drawn.estimate(epsilon, tally.no_release) - truth) < 4 * error + 2e-4 * truth
 
 
-def test_rounding_of_losses_goes_up_and_not_far():
+def test_losses_are_rounded_up_by_a_small_amount():
     drawn = np.random.default_rng(0).normal(size=1000)
     found = tally.tally(drawn)
     exact = np.maximum(0, -np.expm1(0.3 - drawn)).mean()
@@ -211,7 +211,7 @@ def test_the_sweep_ends_above_the_truth_as_often_as_stated():
     assert np.median(found) < 1.3 * truth
 
 
-def test_a_claim_states_what_it_rests_on():
+def test_a_claim_states_its_parameters():
     event = run("warm")
     claim = monte_carlo_epsilon(event, 1e-2, samples=20_000, seed=3)
     assert (claim.accepted, claim.samples, claim.seed) == (True, 20_000, 3)
@@ -273,7 +273,7 @@ def test_a_run_composes_with_other_releases(beside):
     ],
     ids=["gaussian", "sampled"],
 )
-def test_the_curve_of_others_lies_above_the_truth_and_close(rest):
+def test_the_curve_of_other_events_is_a_close_upper_bound(rest):
     composition = compose((*rest, Charge(GAUSSIAN)))
     curve, end = tally.curve_of(composition, Relation.ADD_OR_REMOVE_ONE, 1e-8)
     for epsilon in (0.0, 0.013, 0.4 * end, 0.95 * end):

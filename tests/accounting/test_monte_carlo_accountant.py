@@ -78,7 +78,7 @@ def test_the_accountant_is_a_function_of_the_charges(few):
 
 
 @pytest.mark.slow
-def test_every_kind_of_release_next_to_a_run_counts(few):
+def test_each_other_event_next_to_a_simulated_run_raises_epsilon(few):
     cut = Charge(TruncatedGaussianEvent(100, 0.1, 12, 0.6), 20)
     alone = epsilon_of((Charge(run("cold")),), 1e-2, "monte_carlo", Relation.ZERO_OUT)
     beside = epsilon_of((cut,), 1e-2, relation=Relation.ZERO_OUT)
@@ -115,7 +115,7 @@ def test_other_accountants_reject_runs_that_need_simulation(accountant, rest):
             question()
 
 
-def test_the_accountant_rejects_what_it_does_not_judge():
+def test_the_accountant_rejects_unsupported_events():
     event = run("bins")
     refused = [
         ((Charge(GaussianEvent(1.0)),), Relation.ADD_OR_REMOVE_ONE, "accountant='pld'"),
@@ -174,7 +174,7 @@ def test_bad_runs_are_rejected(change, message):
         SampledMatrixEvent(**{**good, **change})
 
 
-def test_bad_questions_are_rejected():
+def test_invalid_queries_are_rejected():
     event = run("cold")
     for bad in ({"seed": -1}, {"seed": 1.0}, {"seed": True}, {"seed": 0, "samples": 0}):
         with pytest.raises(InvalidBudgetError):
@@ -260,7 +260,7 @@ def test_eleven_tries_have_the_delta_of_eleven_claims_and_not_of_one(charged):
 
 
 @pytest.mark.slow
-def test_a_whole_question_at_a_small_delta_is_near_the_truth():
+def test_epsilon_at_a_small_delta_is_near_the_truth():
     event = run("cyclic", apart=1, steps=50, sigma=1.0, coefficients=(1.0,))
     truth = epsilon_of((Charge(PoissonGaussianEvent(0.4, 1.0), 50),), 1e-5)
     assert truth < epsilon_of((Charge(event),), 1e-5, "monte_carlo") < 1.06 * truth

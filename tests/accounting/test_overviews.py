@@ -11,7 +11,7 @@ from dpengine.accounting.overviews import html_table
 from dpengine.accounting.rounding import round_up
 
 
-def test_an_engine_a_loader_and_a_ledger_show_what_they_hold():
+def test_reprs_of_engine_loader_and_ledger_show_their_contents():
     model = torch.nn.Linear(4, 2)
     optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.1), PrivacyEngine()
     data = DataLoader(TensorDataset(torch.randn(200, 4)), batch_size=20)
@@ -41,12 +41,12 @@ def test_an_engine_without_a_claim_shows_no_epsilon():
     assert "epsilon=not claimed" in repr(loop.engine)
 
 
-def test_a_loader_of_units_does_not_show_whose_each_example_is():
+def test_the_repr_of_a_loader_does_not_show_the_unit_of_each_example():
     loop = make_loop(noise_multiplier=1.0, target_delta=1e-3, privacy_unit=[7] * 23 + [8])
     assert "array" not in repr(loop.loader) and "num_examples=2," in repr(loop.loader)
 
 
-def test_tables_for_notebooks_are_escaped_and_say_how_many_rows_they_leave_out():
+def test_notebook_tables_are_escaped_and_state_the_number_of_omitted_rows():
     shown = html_table("<a>", {f"<{number}>": "&" for number in range(23)})
     assert "<a>" not in shown and "&lt;a&gt;" in shown and "<td>&amp;</td>" in shown
     assert shown.endswith("<p>and 3 more</p>") and "&lt;19&gt;" in shown and "&lt;20&gt;" not in shown

@@ -168,7 +168,7 @@ def test_an_epsilon_out_of_range_raises_with_the_name(value):
 
 
 @pytest.mark.parametrize("value", [None, "1.0", True, 1j, (1.0,), np.array([1.0])], ids=str)
-def test_an_epsilon_that_is_no_number_raises_with_the_name(value):
+def test_an_epsilon_of_a_wrong_type_raises_with_the_name(value):
     for ask in (lambda: epsilon_of(SAMPLED, 1e-5, Says(value)), lambda: delta_of(SAMPLED, 1.0, Says(value))):
         with pytest.raises(TypeError, match=r"accountant 'says': \w+\(\) returned .*, which is not a number"):
             ask()
@@ -181,7 +181,7 @@ def test_a_delta_out_of_range_raises_with_the_name(value):
 
 
 @pytest.mark.parametrize("value", [0, 1, np.float32(0.5), Fraction(1, 2), math.inf])
-def test_any_real_number_is_an_epsilon(value):
+def test_any_real_number_type_is_accepted_as_epsilon(value):
     assert epsilon_of(SAMPLED, 1e-5, Says(value)) == float(value)
 
 
@@ -211,7 +211,7 @@ class Inherits(Accountant):
     ],
     ids=lambda value: "" if isinstance(value, str) else getattr(value, "__name__", type(value).__name__),
 )
-def test_an_object_that_lacks_something_is_rejected_with_what_it_lacks(accountant, says):
+def test_an_object_without_a_required_member_is_rejected_by_its_name(accountant, says):
     for call in (lambda: PrivacyEngine(accountant=accountant), lambda: epsilon_of(SAMPLED, 1e-5, accountant)):
         with pytest.raises(TypeError, match=f"accountant is {says}"):
             call()
@@ -241,7 +241,7 @@ RUN = {"sample_rate": 0.02, "steps": 300}
 @pytest.mark.parametrize("name", ["pld", "rdp"])
 @pytest.mark.parametrize("spent", [(), UNSAMPLED])
 @pytest.mark.parametrize("rate", [0.02, 1.0])
-def test_noise_is_found_for_the_accountant_that_was_asked(name, spent, rate):
+def test_noise_is_calibrated_by_the_given_accountant(name, spent, rate):
     target = {"target_epsilon": 2.0, "target_delta": 1e-5, "sample_rate": rate, "steps": 300, "spent": spent}
     own = calibration(**target, accountant=Through(name))
     builtin = calibration(**target, accountant=name)
@@ -259,7 +259,7 @@ def test_the_plain_functions_take_an_accountant():
     assert own.asked
 
 
-def test_a_target_that_the_accountant_never_grants_is_a_calibration_error():
+def test_an_unreachable_target_raises_a_calibration_error():
     with pytest.raises(CalibrationError, match="smallest reachable here: 3"):
         calibrate(target_epsilon=2.0, target_delta=1e-5, **RUN, accountant=Says(3.0))
 

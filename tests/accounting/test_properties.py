@@ -108,7 +108,7 @@ def test_schedules_of_many_kinds_have_bounds_in_their_order(rate):
         (1.0, 1e160, 3),
     ],
 )
-def test_the_ends_of_the_range_are_legal(rate, sigma, steps, delta):
+def test_the_ends_of_the_range_are_accepted(rate, sigma, steps, delta):
     history = history_of((rate, sigma, steps))
     silent_bounds(history, delta)
     for eps in (0.0, 1e9):
@@ -127,7 +127,7 @@ MORE = {
 
 
 @holds(3, run=RUNS, delta=DELTAS, what=st.sampled_from(sorted(MORE)), by=st.floats(1.0001, 2), relation=RELATIONS)
-def test_more_steps_rows_and_certainty_and_less_noise_cost_more(run, delta, what, by, relation):
+def test_epsilon_increases_with_steps_rate_and_certainty_and_decreases_with_noise(run, delta, what, by, relation):
     *larger, smaller_delta = MORE[what](*run, delta, by)
     less, less_upper = silent_bounds(history_of(run), delta, relation)
     _, more_upper = silent_bounds(history_of(tuple(larger)), smaller_delta, relation)
@@ -151,7 +151,7 @@ def test_delta_falls_with_epsilon(run, eps, by, relation):
 
 
 @holds(2, runs=st.lists(RUNS, min_size=2, max_size=3), delta=DELTAS, data=st.data())
-def test_neither_order_nor_splits_show(runs, delta, data):
+def test_epsilon_is_invariant_to_order_and_splits(runs, delta, data):
     pieces = []
     for rate, sigma, steps in runs:
         first = data.draw(st.integers(0, steps))
@@ -318,7 +318,7 @@ def test_one_discrete_pair_dominates_and_another_is_dominated_at_every_epsilon(r
     times=st.floats(0.1, 3),
     reach=st.floats(1.5, 6),
 )
-def test_convolved_sums_lie_on_either_side_of_the_truth(rate, sigma, count, direction, times, reach):
+def test_convolved_sums_bracket_the_truth(rate, sigma, count, direction, times, reach):
     """The window is a short one, so that much lies above it."""
     pair = LossPair(rate, sigma, direction)
     eps = times * rate / sigma * math.sqrt(count)

@@ -74,7 +74,7 @@ def test_the_bracket_holds_the_closed_form_as_the_rate_tends_to_one(sigma, steps
     ],
 )
 @pytest.mark.parametrize("relation", [ADD_REMOVE, REPLACE])
-def test_the_bracket_holds_what_tilted_losses_find(rate, sigma, steps, delta, relation):
+def test_the_bracket_contains_the_result_of_pld(rate, sigma, steps, delta, relation):
     history = poisson(rate, sigma, steps)
     below, estimate, above = bounds_of(history, delta, relation=relation)
     lower, about, upper = bounds_of(history, delta, "prv", relation)
@@ -108,7 +108,7 @@ def test_one_step_is_the_closed_form(rate, sigma, delta):
 
 
 @pytest.mark.slow
-def test_rare_large_losses_next_to_small_ones_are_met():
+def test_rare_large_losses_next_to_small_ones_are_bracketed():
     kinds = [(3.5e-5, 0.7, 26), (3.7e-4, 1.4, 764)]
     history = tuple(Charge(PoissonGaussianEvent(rate, sigma), steps) for rate, sigma, steps in kinds)
     lower, estimate, upper = bounds_of(history, 1.6e-9, "prv")
@@ -118,7 +118,7 @@ def test_rare_large_losses_next_to_small_ones_are_met():
 
 
 @pytest.mark.slow
-def test_neither_order_nor_splits_of_a_history_show():
+def test_epsilon_is_invariant_to_order_and_splits_of_a_history():
     pieces = [Charge(c.event, 1, c.kind) for c in MIXED for _ in range(c.count)]
     random.Random(0).shuffle(pieces)
     for history in (pieces, *itertools.islice(itertools.permutations(MIXED), 0, 24, 7)):
@@ -134,7 +134,7 @@ def test_delta_is_bounded_closely_from_above(eps, relation, directions):
     assert truth <= delta_of(MIXED, eps, "prv", relation) <= 1.02 * truth
 
 
-def test_without_sampling_all_is_the_closed_form():
+def test_without_sampling_both_bounds_are_the_closed_form():
     history = (Charge(GaussianEvent(600.0), 100_000),)
     assert bounds_of(history, 1e-100, "prv") == bounds_of(history, 1e-100, "gdp")
     assert delta_of(history, 9.0, "prv") == delta_of(history, 9.0, "gdp")

@@ -160,13 +160,13 @@ def test_divergences_rise_with_the_order():
         assert (np.diff(found) >= -1e-9 * found[1:]).all()
 
 
-def test_tiny_noise_costs_what_no_sampling_costs():
+def test_tiny_noise_has_the_epsilon_of_no_sampling():
     (found,) = renyi_divergences(noise_multiplier=1e-4, sample_rate=0.1, orders=[1.5])
     assert found == pytest.approx(1.5 / 2 * 1e8)
     assert renyi_divergences(noise_multiplier=0.0, sample_rate=0.1, orders=[1.5]).tolist() == [math.inf]
 
 
-def test_more_orders_only_lower_epsilon():
+def test_more_orders_never_raise_epsilon():
     history = (Charge(PoissonGaussianEvent(0.1, 0.5), 500), Charge(GaussianEvent(3.0)))
     whole, best = epsilon_by_orders(history, DELTA, ORDERS)
     assert whole == epsilon_of(history, DELTA, "rdp")

@@ -70,7 +70,7 @@ def test_tails_by_frequency_are_tails_by_mass(tilt, start):
     assert doubt < 1e-9
 
 
-def test_a_memory_discards_what_was_not_used_for_longest_and_keeps_nothing_too_large():
+def test_the_cache_evicts_the_least_recently_used_and_skips_large_entries():
     made = []
     memory = Cache(10, len)
 

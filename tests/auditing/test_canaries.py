@@ -67,7 +67,7 @@ def sum_of(model, data):
     ],
     ids=["mean", "sum", "chunks", "hooks", "functorch", "ew"],
 )  # fmt: skip
-def test_a_gradient_canary_adds_its_direction_at_the_threshold_next_to_the_other_rows(options):
+def test_a_gradient_canary_adds_its_direction_at_the_threshold_to_the_sum_of_the_other_samples(options):
     run, canaries, found, model = watched(**options)
     expected = sum_of(model, rows().tensors)
     directions = run._directions
@@ -96,7 +96,7 @@ def test_an_input_canary_that_is_out_has_a_gradient_of_zero(mode):
     assert np.abs(found - everything).max() > 1e-2 * np.abs(expected).max()
 
 
-def test_a_row_without_a_finite_gradient_stays_out_next_to_canaries():
+def test_a_sample_without_a_finite_gradient_is_dropped_along_with_excluded_canaries():
     # A strategy that holds one set of dropped rows must not forget those that are out.
     data = rows()
     data.tensors[0][3] = float("nan")
@@ -113,7 +113,7 @@ def test_a_row_without_a_finite_gradient_stays_out_next_to_canaries():
     assert np.abs(torch.cat(grads).numpy() * 100 - expected).max() < 1e-5 * np.abs(expected).max()
 
 
-def test_who_was_drawn_is_what_the_loader_drew():
+def test_the_trace_records_the_draws_of_the_loader():
     run, canaries, _, _ = watched(steps=30, sample_rate=0.2, noise=1.0)
     drawn_TM = run.trace().drawn_TM
     for step in range(30):
@@ -124,7 +124,7 @@ def test_who_was_drawn_is_what_the_loader_drew():
     assert 0.1 < drawn_TM.mean() < 0.3
 
 
-def test_directions_are_unit_vectors_that_share_no_place():
+def test_directions_are_unit_vectors_with_disjoint_support():
     directions = Directions([30, 5, 200], 9, np.random.default_rng(1))
     dense = np.zeros((9, 235))
     np.put_along_axis(dense, directions.indices_MK, directions.values_MK, axis=1)
@@ -139,12 +139,12 @@ def test_directions_are_unit_vectors_that_share_no_place():
     assert joined == pytest.approx(3.0 * np.stack([dense[4], np.zeros(235), dense[7]]))
 
 
-def test_more_canaries_than_numbers_are_rejected():
+def test_more_canaries_than_parameters_are_rejected():
     with pytest.raises(ValueError, match="Pass canaries=12 or less"):
         Directions([10, 2], 13, np.random.default_rng(0))
 
 
-def test_groups_that_take_turns_are_known():
+def test_the_trace_of_a_cyclic_run_records_its_groups():
     run, canaries, _, _ = watched(steps=12, sample_rate=0.2, noise=1.0)
     assert run.trace().first_steps_M is None
     rng = np.random.default_rng(0)
@@ -208,14 +208,14 @@ def test_scores_are_likelihood_ratios(case):
     assert log_likelihood_ratios(trace) == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-def test_a_run_without_noise_has_scores_that_are_numbers():
+def test_a_run_without_noise_has_finite_scores():
     releases_TM = np.array([[1.0, 0.0]] * STEPS)
     trace = Trace(releases_TM, np.ones((STEPS, 2), bool), 0.0, 0.5)
     scores = log_likelihood_ratios(trace)
     assert np.isfinite(scores).all() and scores[0] > scores[1]
 
 
-def test_means_are_those_of_least_squares():
+def test_participation_means_match_least_squares():
     rng = np.random.default_rng(1)
     drawn_TM = rng.random((STEPS, 3)) < 0.5
     drawn_TM[:, 2] = False
@@ -230,7 +230,7 @@ def test_means_are_those_of_least_squares():
 
 
 @pytest.mark.parametrize("config", plans.CONFIGS.values(), ids=plans.CONFIGS.keys())
-def test_the_strategy_of_a_run_is_what_its_plan_says(config):
+def test_the_strategy_of_a_run_matches_its_plan(config):
     found = strategy_of(config.recurrence, plans.STEPS)
     if config.recurrence is None:
         assert found is None

@@ -38,7 +38,7 @@ SLOW = dict.fromkeys(("DR", "DS", "DF", "DN"), pytest.mark.slow)  # the tests of
 
 
 @pytest.mark.parametrize("code", [pytest.param(code, marks=SLOW.get(code, ())) for code in DETECTORS])
-def test_the_engine_as_it_is_is_not_accused(code):
+def test_the_unmodified_engine_passes_all_detectors(code):
     (finding,) = quick(small(), detectors=[code])
     assert finding.verdict == "pass", str(finding)
     assert finding.n > 0 and finding.detector == code
@@ -58,18 +58,18 @@ def test_the_engine_as_it_is_is_not_accused(code):
     ],
     ids=str,
 )
-def test_what_may_be_asked_for_is_not_accused_either(options, codes):
+def test_the_engine_passes_all_detectors_with_each_option(options, codes):
     findings = quick(small(), options, detectors=codes)
     assert worst_verdict(findings) == "pass", "\n".join(map(str, findings))
 
 
 @pytest.mark.slow
-def test_a_model_of_the_users_own_is_looked_at():
+def test_detectors_run_on_a_user_model():
     findings = quick(images(loss_reduction="sum"), {"max_grad_norm": 2.0}, detectors=["DO", "DI", "DL"])
     assert worst_verdict(findings) == "pass", "\n".join(map(str, findings))
 
 
-def test_a_loss_that_is_declared_wrongly_is_found():
+def test_a_wrongly_declared_loss_reduction_is_detected():
     (finding,) = quick(images(), detectors=["DI"])
     assert finding.verdict == "violation" and "loss of a batch" in finding.reason
 
@@ -105,7 +105,7 @@ def test_an_invalid_subject_is_rejected_at_once():
         quick(small(), detectors=["DX"])
 
 
-def test_findings_say_what_was_found_and_never_that_it_is_private():
+def test_findings_never_claim_that_a_run_is_private():
     passed, failed, unknown = (
         AuditFinding("DN", "p", 3, 1e-6, verdict, 0) for verdict in ("pass", "violation", "inconclusive")
     )
@@ -124,7 +124,7 @@ def test_many_statistics_share_one_probability_of_error():
     assert alone.finding().verdict == "violation" and many.finding().verdict == "pass"
 
 
-def test_what_is_no_number_is_a_violation_and_nothing_seen_is_inconclusive():
+def test_nan_is_a_violation_and_no_observation_is_inconclusive():
     evidence = Evidence("DO", 0, n=1)
     evidence.ratio("error", float("nan"))
     assert evidence.finding().verdict == "violation"
@@ -139,7 +139,7 @@ def test_a_detector_that_fails_is_inconclusive():
     assert (found.verdict, found.seed) == ("inconclusive", 7) and "no memory" in found.reason
 
 
-def test_a_function_that_gives_one_model_twice_is_rejected_before_it_is_touched():
+def test_a_factory_that_returns_the_same_model_twice_is_rejected_before_any_change():
     model, optimizer, loader, loss_of, *options = small()()
     dropout = torch.nn.Dropout(0.5)
     whole = torch.nn.Sequential(dropout, model)
@@ -206,7 +206,7 @@ def test_a_hundredth_of_the_standard_deviation_shows_in_a_million_numbers(scale,
     assert (evidence.finding().verdict == "violation") is seen
 
 
-def test_closed_forms_are_those_that_were_published():
+def test_closed_forms_match_published_values():
     # one Gaussian of mu = sqrt(1e5) / 600 at 1e-10; and DP-SGD's one step at q = 0.01, sigma = 1 by direct integration
     assert _epsilon_at(lambda eps: _log_delta_gaussian(eps, np.sqrt(1e5) / 600), 1e-10) == pytest.approx(
         3.278323, abs=2e-6

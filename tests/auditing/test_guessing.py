@@ -48,14 +48,14 @@ def test_the_p_value_is_that_of_the_paper(guesses, epsilon, delta):
 
 
 @pytest.mark.parametrize("made", [5, 40, 1000])
-def test_all_right_without_delta_gives_the_closed_form(made):
+def test_all_guesses_right_without_delta_gives_the_closed_form(made):
     # (1 / (1 + e^-eps))^r <= alpha
     chance = 0.05 ** (1 / made)
     found = epsilon_from_guesses(Guesses(made, made, made), delta=0.0, alpha=0.05)
     assert found == pytest.approx(math.log(chance / (1 - chance)), rel=1e-9)
 
 
-def test_guesses_by_chance_bound_nothing():
+def test_random_guesses_give_a_lower_bound_of_zero():
     assert epsilon_from_guesses(Guesses(1000, 100, 50), delta=1e-5, alpha=0.05) == 0
     assert mu_from_guesses(Guesses(1000, 100, 50), alpha=0.05) == 0
     assert epsilon_from_guesses(Guesses(1000, 100, 0), delta=1e-5, alpha=0.05) == 0
@@ -91,7 +91,7 @@ def test_the_curve_of_a_gaussian_is_the_error_of_its_best_test():
 
 @pytest.mark.one_in(2, "epsilon", others="slow")
 @pytest.mark.parametrize("epsilon", [0.5, 2.0])
-def test_the_bound_is_above_a_randomised_response_in_no_more_seeds_than_alpha(epsilon):
+def test_the_bound_exceeds_the_epsilon_of_randomized_response_at_most_at_rate_alpha(epsilon):
     # Each coin comes out as it is with probability e^eps / (1 + e^eps): exactly epsilon, and the paper's worst case.
     rng, wrong, found = np.random.default_rng(0), 0, []
     for _ in range(SEEDS):
@@ -105,7 +105,7 @@ def test_the_bound_is_above_a_randomised_response_in_no_more_seeds_than_alpha(ep
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mu", [0.5, 1.5])
-def test_bounds_are_above_a_gaussian_in_no_more_seeds_than_alpha(mu):
+def test_bounds_exceed_the_epsilon_of_a_gaussian_at_most_at_rate_alpha(mu):
     rng, delta, epsilon = np.random.default_rng(1), 1e-5, epsilon_of_mu(mu, 1e-5)
     wrong, found = np.zeros(2), []
     for _ in range(SEEDS):
@@ -117,7 +117,7 @@ def test_bounds_are_above_a_gaussian_in_no_more_seeds_than_alpha(mu):
     assert 0 < by_delta < epsilon_of_mu(by_curve, delta)  # the curve tells more
 
 
-def test_guesses_are_of_the_highest_and_the_lowest():
+def test_guesses_use_the_highest_and_the_lowest_scores():
     scores = [5.0, -3.0, 0.0, 4.0, -2.0, math.nan, 1.0, math.inf]
     coins = [True, False, True, False, True, False, False, True]
     # in: inf, 5.0 and 4.0 (wrong); out: nan, -3.0 and -2.0 (wrong)
@@ -158,7 +158,7 @@ REPEATS = 12
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"eps{row[0]}-m{row[1]}")
-def test_the_table_of_what_an_audit_finds_holds(row):
+def test_the_documented_table_of_audit_results_is_reproduced(row):
     # The score of a canary is one normal where every batch is the whole data set. Each figure is a mean of 12, there
     # and here, so both have their own error: 4 standard errors of the difference are allowed.
     epsilon, count, each, *expected, caught = row
@@ -203,7 +203,7 @@ def test_the_ratio_of_shift_and_noise_is_too_high_no_more_often_than_alpha(sigma
     assert 0.5 / sigma < seen[2] < 1 / sigma
 
 
-def test_canaries_that_were_never_drawn_do_not_count():
+def test_canaries_that_were_never_drawn_are_ignored():
     rng = np.random.default_rng(7)
     coins = np.arange(100) % 2 == 0
     means, weights = coins + rng.standard_normal(100), np.ones(100)
@@ -211,7 +211,7 @@ def test_canaries_that_were_never_drawn_do_not_count():
     assert gaussian_shift(*longer, alpha=0.05) == gaussian_shift(means, weights, coins, alpha=0.05)
 
 
-def test_coins_that_all_fell_alike_give_no_comparison():
+def test_equal_coins_give_no_comparison():
     assert gaussian_shift([1.0, 2.0, 3.0], [1.0, 1.0, 1.0], [True, True, True], alpha=0.05) is None
 
 

@@ -86,7 +86,7 @@ def test_the_unsampled_bound_is_that_of_the_gaussian_curve():
 
 
 @pytest.mark.slow
-def test_pb_1_rows_that_a_model_without_noise_learns_by_heart_are_a_violation(monkeypatch):
+def test_pb_1_examples_memorized_by_a_model_without_noise_are_a_violation(monkeypatch):
     halve_noise(monkeypatch, 1e-3)
     generator = torch.Generator().manual_seed(5)
     wrong = TensorDataset(
@@ -98,7 +98,7 @@ def test_pb_1_rows_that_a_model_without_noise_learns_by_heart_are_a_violation(mo
     assert report.verdict == "violation"
 
 
-def test_input_canaries_are_rows_of_the_data_itself_where_no_others_are_given():
+def test_input_canaries_default_to_examples_of_the_data_set():
     seen = []
     make, train = made(noise_multiplier=1.0), trained(3)
 
@@ -110,7 +110,7 @@ def test_input_canaries_are_rows_of_the_data_itself_where_no_others_are_given():
     assert seen == [ROWS] and report.verdict == "pass" and report.details["kind"] == "input"
 
 
-def test_the_same_seed_has_the_same_coins_and_none_has_others():
+def test_equal_seeds_have_equal_coins_and_unseeded_audits_differ():
     one, again = audit(steps=3, noise_multiplier=1.0), audit(steps=3, noise_multiplier=1.0)
     assert one.details == again.details
     others = [audit(steps=3, noise_multiplier=1.0, seed=None) for _ in range(2)]
@@ -125,7 +125,7 @@ def test_several_numbers_of_guesses_share_alpha():
     assert both.details["bounds"]["epsilon_delta"] >= few.details["bounds"]["epsilon_delta"] > 0
 
 
-def test_the_model_trains_on_as_before_once_the_audit_is_over():
+def test_the_model_trains_unchanged_after_the_audit():
     parts = []
 
     def make(dataset):
@@ -155,7 +155,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("arguments,message", WRONG.values(), ids=WRONG.keys())
-def test_arguments_that_cannot_be_are_rejected(arguments, message):
+def test_invalid_arguments_are_rejected(arguments, message):
     settings = {"canaries": 40, "seed": 0, **arguments}
     with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
         one_run(made(noise_multiplier=1.0), trained(2), rows(), **settings)

@@ -49,7 +49,7 @@ def test_pb_1_half_of_the_noise_is_a_violation_at_every_claim(monkeypatch, setti
 
 @pytest.mark.one_in(2, "noise")
 @pytest.mark.parametrize("noise", [None, BandMF(num_bands=4)], ids=["dp-sgd", "band-mf"])
-def test_bounds_are_above_the_claim_in_no_more_seeds_than_alpha(noise):
+def test_bounds_exceed_the_claim_at_most_at_rate_alpha(noise):
     # 30 seeds at alpha = 0.05: as many wrong bounds as happen with a chance of 1e-6 are allowed.
     reports = [audited(2.0, steps=40, canaries=400, sample_rate=0.1, noise=noise, seed=seed) for seed in range(30)]
     wrong = [report for report in reports if report.bound > report.claimed]

@@ -30,7 +30,7 @@ def put(path, parts, metadata=None):
     return path
 
 
-def test_tensors_come_back(tmp_path):
+def test_tensors_survive_a_round_trip(tmp_path):
     path = put(tmp_path / "x.safetensors", {name: (tensor,) for name, tensor in tensors().items()}, {"a": "b"})
     with tensor_files.StoredTensors([path]) as found:
         assert found.metadata == {"a": "b"}
@@ -41,7 +41,7 @@ def test_tensors_come_back(tmp_path):
             assert torch.equal(found.read(name), tensor)
 
 
-def test_a_part_of_a_larger_memory_is_stored_without_the_rest(tmp_path):
+def test_a_view_is_stored_without_the_rest_of_its_storage(tmp_path):
     whole = torch.arange(1000.0)
     path = put(tmp_path / "x.safetensors", {"a": (whole[10:20],), "b": (whole[15:25],)})
     assert path.stat().st_size < 500
@@ -59,7 +59,7 @@ CUTS = {
 
 @pytest.mark.parametrize("then", CUTS)
 @pytest.mark.parametrize("now", CUTS)
-def test_parts_are_read_whatever_their_size(tmp_path, then, now):
+def test_shards_of_any_size_are_read(tmp_path, then, now):
     whole = torch.randn(7, 5)
     paths = [
         put(
@@ -77,7 +77,7 @@ def test_parts_are_read_whatever_their_size(tmp_path, then, now):
             assert torch.equal(found.read("w", box), whole[box.slices_in(Box.full((7, 5)))])
 
 
-def test_a_part_that_is_missing_is_reported(tmp_path):
+def test_a_missing_shard_is_reported(tmp_path):
     path = put(tmp_path / "x.safetensors", {"w": (torch.zeros(2, 2), (2, 0))})
     with tensor_files.StoredTensors([path]) as found:
         assert torch.equal(found.read("w", Box((3, 0), (1, 2))), torch.zeros(1, 2))
@@ -145,12 +145,12 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("state", STATES, ids=str)
-def test_plain_values_come_back(state):
+def test_plain_values_survive_a_round_trip(state):
     plain, found = split_tensors(state, "x")
     assert same(join_tensors(json.loads(json.dumps(plain, allow_nan=False)), found), state)
 
 
-def test_values_that_are_not_plain_are_rejected_with_their_place():
+def test_values_that_are_not_plain_are_rejected_with_their_key():
     with pytest.raises(TypeError, match=r"x\.a\.1 is a set"):
         split_tensors({"a": [1, {2}]}, "x")
 
@@ -195,7 +195,7 @@ def dying(function, calls):
 
 
 @pytest.mark.hazard("P4")
-def test_a_death_at_any_call_leaves_a_whole_folder(tmp_path, monkeypatch):
+def test_a_crash_at_any_call_leaves_a_complete_folder(tmp_path, monkeypatch):
     old, new, last = ({"a": value, "s": value} for value in (b"1", b"2", b"3"))
     for death in range(1, 40):
         where = tmp_path / str(death) / "run"
@@ -226,14 +226,14 @@ def test_a_folder_with_other_files_is_not_changed(tmp_path):
     assert (tmp_path / "thesis.txt").exists()
 
 
-def test_an_empty_folder_will_do(tmp_path):
+def test_an_empty_folder_is_accepted(tmp_path):
     write(tmp_path / "run", {"a": b"1"}, {})
     (tmp_path / "empty").mkdir()
     write(tmp_path / "empty", {"a": b"1"}, {})
     assert contents(tmp_path / "empty") == {"a": b"1"}
 
 
-def test_a_link_is_followed(tmp_path):
+def test_a_symlink_is_followed(tmp_path):
     write(tmp_path / "run", {"a": b"1"}, {})
     (tmp_path / "link").symlink_to(tmp_path / "run")
     write(tmp_path / "link", {"a": b"2"}, {})

@@ -52,7 +52,7 @@ def assert_load_raises(run, folder, error, message):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_another_run_is_rejected(tmp_path, settings, says):
+def test_a_checkpoint_of_another_run_is_rejected(tmp_path, settings, says):
     Run().train(2).saved(tmp_path / "run")
     other = Run(**settings)
     assert_load_raises(other, tmp_path / "run", MechanismMismatchError, rf"DPE023.*{says}")
@@ -97,7 +97,7 @@ def test_another_data_set_of_the_same_length_is_rejected(tmp_path, change):
 
 
 @pytest.mark.hazard("D6")
-def test_examples_that_change_as_they_are_read_are_no_other_data_set(tmp_path):
+def test_examples_that_differ_at_each_read_are_not_compared(tmp_path):
     Run(data=DataLoader(Shaken(), batch_size=30)).train(2).saved(tmp_path / "run")
     other = Run(data=DataLoader(Shaken(), batch_size=30))
     random = torch.get_rng_state()
@@ -106,7 +106,7 @@ def test_examples_that_change_as_they_are_read_are_no_other_data_set(tmp_path):
 
 
 @pytest.mark.hazard("D6")
-def test_what_examples_are_is_compared_under_the_key_and_stays_in_the_private_folder(tmp_path):
+def test_example_fingerprints_are_keyed_and_stay_in_the_private_folder(tmp_path):
     first, second = Run().train(1).saved(tmp_path / "one"), Run().train(1).saved(tmp_path / "two")
     found = []
     for name in ("one", "two"):
@@ -123,7 +123,7 @@ def test_what_examples_are_is_compared_under_the_key_and_stays_in_the_private_fo
     assert first.engine.ledger.steps == second.engine.ledger.steps == 1
 
 
-def test_other_buffers_are_rejected(tmp_path):
+def test_different_buffers_are_rejected(tmp_path):
     class Scaled(nn.Linear):
         def __init__(self, size):
             super().__init__(4, 3)
@@ -134,7 +134,7 @@ def test_other_buffers_are_rejected(tmp_path):
         Run(model=Scaled(2)).resumed(tmp_path / "run")
 
 
-def test_other_units_and_steps_are_rejected(tmp_path):
+def test_different_units_and_steps_are_rejected(tmp_path):
     settings = {"noise": BandMF(num_bands=2), "steps": 8, "epochs": None}
     Run(**settings, privacy_unit=torch.arange(ROWS) // 2).train(1).saved(tmp_path / "units")
     with pytest.raises(MechanismMismatchError, match="privacy unit"):
@@ -169,7 +169,7 @@ def test_a_load_that_fails_changes_nothing(tmp_path):
         other.resumed(tmp_path / "run")
 
 
-def test_extra_state_that_is_no_tensor_is_named(tmp_path):
+def test_extra_state_that_is_not_a_tensor_is_named(tmp_path):
     class Extra(nn.Linear):
         def get_extra_state(self):
             return {"a": 1}
@@ -178,7 +178,7 @@ def test_extra_state_that_is_no_tensor_is_named(tmp_path):
         Run(model=Extra(4, 3)).saved(tmp_path / "run")
 
 
-def test_a_batch_in_memory_is_not_saved(tmp_path):
+def test_saving_with_a_pending_batch_raises(tmp_path):
     run = Run()
     x, y = next(iter(run.loader))
     with pytest.raises(BatchStateError, match=r"DPE022.*between two steps"):
@@ -191,7 +191,7 @@ def test_a_batch_in_memory_is_not_saved(tmp_path):
     run.saved(tmp_path / "run")
 
 
-def test_a_run_that_has_begun_does_not_load(tmp_path):
+def test_loading_into_a_started_run_raises(tmp_path):
     run = Run().train(1).saved(tmp_path / "run")
     with pytest.raises(BatchStateError, match=r"make_private, then load"):
         run.resumed(tmp_path / "run")
@@ -222,7 +222,7 @@ def test_a_missing_folder_raises(tmp_path):
                                   "private/run.safetensors", "private/seals.json"])  # fmt: skip
 @pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "empty"])
 @pytest.mark.hazard("P5")
-def test_damage_is_seen_before_anything_changes(tmp_path, name, damage):
+def test_damage_is_detected_before_anything_changes(tmp_path, name, damage):
     Run().train(2).saved(tmp_path / "run")
     path = tmp_path / "run" / name
     data = path.read_bytes()

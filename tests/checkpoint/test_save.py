@@ -63,7 +63,7 @@ def test_a_run_may_be_saved_again_before_its_next_step(tmp_path):
 
 @pytest.mark.parametrize("stop", [3, 4])  # before the end of an epoch, and at it
 @pytest.mark.hazard("O48")
-def test_a_seed_repeats_what_came_after(tmp_path, stop):
+def test_a_seeded_run_repeats_its_steps_after_a_load(tmp_path, stop):
     first = Run(seed=1).train(stop).saved(tmp_path / "run").train(2)
     a, b = (Run(seed=1).resumed(tmp_path / "run").train(2) for _ in range(2))
     assert torch.equal(a.weights, b.weights)
@@ -71,7 +71,7 @@ def test_a_seed_repeats_what_came_after(tmp_path, stop):
 
 
 @pytest.mark.parametrize("noise", [BandMF(num_bands=4), BLT(num_buffers=1), BandedInverse(num_bands=2)], ids=str)
-def test_a_seeded_run_goes_on_as_if_it_had_never_stopped(tmp_path, noise):
+def test_a_resumed_seeded_run_equals_an_uninterrupted_one(tmp_path, noise):
     settings = {"seed": 1, "noise": noise, "steps": 12, "epochs": None}
     first = Run(**settings).train(5).saved(tmp_path / "run").train(7)
     second = Run(**settings).resumed(tmp_path / "run").train(7)
@@ -109,7 +109,7 @@ def noise_of(run, count):
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("at", [1, 3, 6])
 @pytest.mark.hazard("P3")
-def test_noise_goes_on_as_one_matrix_where_nothing_released_since(tmp_path, name, at):
+def test_noise_continues_as_one_matrix_with_nothing_released_since(tmp_path, name, at):
     first, second = still(name), still(name)
     steps = noise_of(first, at)
     checkpoint.save(tmp_path / "run", first[0])
@@ -125,7 +125,7 @@ def test_noise_goes_on_as_one_matrix_where_nothing_released_since(tmp_path, name
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("at", [1, 3, 6])
 @pytest.mark.hazard("P2", "P3")
-def test_noise_starts_anew_without_nothing_released_since(tmp_path, name, at, monkeypatch):
+def test_noise_restarts_unless_nothing_released_since_is_passed(tmp_path, name, at, monkeypatch):
     monkeypatch.setattr(NoiseSource, "fresh", lambda kind: NoiseSource(bytes(range(32)), kind=kind))  # no seed
     monkeypatch.setattr("dpengine.checkpoint.run_state.secrets.randbits", lambda bits: 12345)
     first, second = still(name, PrivacyEngine()), still(name, PrivacyEngine())
@@ -145,7 +145,7 @@ def test_noise_starts_anew_without_nothing_released_since(tmp_path, name, at, mo
 
 @pytest.mark.parametrize("noise", [BandMF(num_bands=4), BLT(num_buffers=1), BandedInverse(num_bands=2)], ids=str)
 @pytest.mark.hazard("P2")
-def test_each_end_of_a_run_that_was_rolled_back_counts(tmp_path, noise):
+def test_each_branch_of_a_rolled_back_run_is_charged(tmp_path, noise):
     """Whoever takes part in each of them was released so often: as in a run of so many passes."""
     settings = {"noise": noise, "steps": 12, "epochs": None}
     run = Run(**settings).train(1).saved(tmp_path / "run")
@@ -176,7 +176,7 @@ def test_known_later_steps_prevent_continuing_as_one_matrix(tmp_path):
 
 
 @pytest.mark.hazard("S11")
-def test_groups_stay_as_they_were_drawn_where_nothing_released_since(tmp_path):
+def test_groups_are_restored_with_nothing_released_since(tmp_path):
     settings = {"noise": BandMF(num_bands=2), "steps": 8, "epochs": None}
     first = Run(data=loader(batch_size=60), **settings).train(3).saved(tmp_path / "run")
     for options, apart in (({"nothing_released_since": True}, True), ({}, False)):
@@ -279,7 +279,7 @@ def test_a_model_that_moves_during_training_raises_where_noise_would_not_cancel(
 
 
 @pytest.mark.slow
-def test_the_noise_of_a_target_is_that_of_the_first_time(tmp_path):
+def test_a_resumed_target_keeps_the_saved_noise_multiplier(tmp_path):
     settings = {"noise_multiplier": None, "target_epsilon": 3.0, "epochs": 3}
     run = Run(**settings).train(4)
     run.engine.detach(run.model)
@@ -299,7 +299,7 @@ def test_the_noise_of_a_target_is_that_of_the_first_time(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("longer", [{"epochs": 20}, {"steps": 200, "epochs": None}], ids=["epochs", "steps"])
-def test_a_target_is_kept_by_a_run_that_is_planned_for_longer_than_the_one_it_goes_on_with(tmp_path, longer):
+def test_a_resumed_run_with_more_planned_steps_meets_its_target(tmp_path, longer):
     settings = {"noise_multiplier": None, "target_epsilon": 3.0, "epochs": 2}
     Run(**settings).train(2).saved(tmp_path / "run")
     again = Run(**{**settings, **longer}).resumed(tmp_path / "run")

@@ -46,7 +46,7 @@ def test_correct_subjects_exit_with_0_and_promise_nothing(capsys, module):
     assert "No violation was found." in out and "private" not in out
 
 
-def test_a_model_that_mixes_rows_gives_1(capsys, module):
+def test_a_model_that_mixes_samples_exits_with_1(capsys, module):
     assert main(["audit", "quick", f"{module}:mixing", "--only", "DI", "--json"]) == 1
     answer = json.loads(capsys.readouterr().out)
     assert answer["verdict"] == "violation" and answer["findings"][0]["detector"] == "DI"
@@ -63,13 +63,13 @@ def test_unreadable_subjects_exit_with_2(capsys, module):
 @pytest.mark.parametrize(
     "arguments", [["replay", "--pairs", "2"], ["noise", "--coords", "3e4"], ["sampler", "--draws", "200"]], ids=str
 )
-def test_a_size_may_be_given(capsys, arguments):
+def test_a_sample_size_can_be_passed(capsys, arguments):
     assert main(["audit", *arguments, "--json", "--seed", "3"]) == 0
     (finding,) = json.loads(capsys.readouterr().out)["findings"]
     assert finding["seed"] == 3 and finding["verdict"] == "pass"
 
 
-def test_a_sampler_that_is_wrong_gives_1(capsys):
+def test_a_wrong_sampler_exits_with_1(capsys):
     with planted(BUGS["PB-26"]):
         assert main(["audit", "sampler", "--draws", "400"]) == 1
     assert "VIOLATION" in capsys.readouterr().out
@@ -79,7 +79,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 QUICK = ["audit", "one-run", "--canaries", "300", "--steps", "30", "--seed", "0"]
 
 
-def test_our_own_engine_passes_with_code_0_and_no_word_of_being_private(capsys):
+def test_our_own_engine_exits_with_0_and_claims_no_privacy(capsys):
     assert main(QUICK) == 0
     out = capsys.readouterr().out
     assert "no violation found" in out and "claimed: epsilon = 4" in out
@@ -96,14 +96,14 @@ def test_the_json_has_the_bound_next_to_the_claim(capsys):
 
 
 @pytest.mark.slow
-def test_half_of_the_noise_is_a_violation_with_code_1(capsys, monkeypatch):
+def test_half_of_the_noise_exits_with_1(capsys, monkeypatch):
     halve_noise(monkeypatch)
     assert main(QUICK) == 1
     assert "VIOLATION" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_no_claim_is_inconclusive_with_code_2(capsys):
+def test_a_run_without_a_claim_exits_with_2(capsys):
     assert main([*QUICK, "--noise-multiplier", "0"]) == 2
     assert "inconclusive" in capsys.readouterr().out
 
@@ -114,13 +114,13 @@ def test_no_claim_is_inconclusive_with_code_2(capsys):
     [(["--canaries", "5"], "at least 20"), (["--kind", "input", "--canaries", "40000"], "canaries=40000")],
     ids=["few", "more than examples"],
 )
-def test_a_wrong_call_gives_2_and_a_message(capsys, options, message):
+def test_a_usage_error_exits_with_2_and_a_message(capsys, options, message):
     assert main([*QUICK, *options]) == 2
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_rows_with_flipped_labels_are_canaries_too(capsys):
+def test_examples_with_flipped_labels_can_be_canaries(capsys):
     assert main([*QUICK, "--kind", "input", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["details"]["kind"] == "input" and set(found["details"]["bounds"]) == {"epsilon_delta", "f_dp"}

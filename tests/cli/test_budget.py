@@ -53,7 +53,7 @@ def test_what_is_printed_is_a_statement_and_not_a_bare_number(capsys, argv):
 
 
 @pytest.mark.slow
-def test_the_noise_that_is_printed_is_enough(capsys):
+def test_the_printed_noise_meets_the_target(capsys):
     sigma = re.match(r"noise_multiplier = (\S+) \(ε = 1.00, ", printed(capsys, "calibrate", "--epsilon", "1", *ADULT))[
         1
     ]
@@ -71,7 +71,7 @@ def test_a_count_may_have_an_exponent(capsys, rows):
 
 
 @pytest.mark.slow
-def test_delta_follows_from_the_rows_where_it_is_not_given(capsys):
+def test_delta_defaults_to_a_value_from_the_number_of_examples(capsys):
     found = json.loads(printed(capsys, "epsilon", "--sigma", "1", *"--n 60000 --batch 256 --steps 10 --json".split()))
     assert found["delta"] == pytest.approx(60000**-1.1)
 
@@ -94,7 +94,7 @@ CONSTANTS = {"--sample-rate": ["--sample-rate", "0.03"], "--delta": ["--delta", 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("given", [[], ["--delta"], ["--sample-rate"]], ids=str)
-def test_what_follows_from_the_number_of_rows_makes_it_public(capsys, given):
+def test_values_derived_from_the_number_of_examples_make_it_public(capsys, given):
     argv = [*RUN, *(word for name in given for word in CONSTANTS[name])]
     assert ", zero-out, " in printed(capsys, *argv)
     out = printed(capsys, *argv, "--full")
@@ -102,7 +102,7 @@ def test_what_follows_from_the_number_of_rows_makes_it_public(capsys, given):
     assert json.loads(printed(capsys, *argv, "--json"))["adjacency"] == "zero-out"
 
 
-def test_constants_keep_the_number_of_rows_private(capsys):
+def test_constants_keep_the_number_of_examples_private(capsys):
     argv = [*RUN, *CONSTANTS["--sample-rate"], *CONSTANTS["--delta"]]
     assert ", add-or-remove-one, " in printed(capsys, *argv)
     out = printed(capsys, *argv, "--full")
@@ -111,7 +111,7 @@ def test_constants_keep_the_number_of_rows_private(capsys):
     assert (found["adjacency"], found["sample_rate"]) == ("add-or-remove-one", 0.03)
 
 
-def test_a_rate_without_the_number_of_steps_is_a_wrong_call(capsys):
+def test_a_rate_without_the_number_of_steps_is_a_usage_error(capsys):
     argv = ["epsilon", *"--sigma 1 --n 600 --batch 20 --epochs 2 --sample-rate 0.03".split()]
     assert main(argv) == 2
     assert "--steps" in capsys.readouterr().err
@@ -119,7 +119,7 @@ def test_a_rate_without_the_number_of_steps_is_a_wrong_call(capsys):
 
 @pytest.mark.one_in(2, "argv", others="slow")
 @pytest.mark.parametrize("argv", [RUN, ["calibrate", "--epsilon", "3", *RUN[3:]]], ids=["epsilon", "calibrate"])
-def test_no_run_is_claimed_to_have_taken_place(capsys, argv):
+def test_output_does_not_claim_that_a_run_took_place(capsys, argv):
     assert printed(capsys, *argv).count("\n") == 1
     out = printed(capsys, *argv, "--full")
     assert "Steps: 600 would be charged." in out
@@ -133,7 +133,7 @@ SHORT = ["epsilon", "--sigma", "1", "--n", "1000", "--batch", "10", "--steps", "
 EXACT = ["--sample-rate", "1", "--accountant", "gdp"]  # a closed form, and quick
 
 
-def test_a_relation_can_be_asked_for(capsys):
+def test_epsilon_accepts_a_relation(capsys):
     found = {
         name: json.loads(printed(capsys, *SHORT, *EXACT, "--relation", name, "--json"))
         for name in ("add-remove", "zero-out", "replace-one")
@@ -144,7 +144,7 @@ def test_a_relation_can_be_asked_for(capsys):
     assert "differ in one training example" in " ".join(found["replace-one"]["statement"].split())
 
 
-def test_noise_is_found_for_a_relation(capsys):
+def test_calibrate_accepts_a_relation(capsys):
     rest = [*SHORT[3:], *EXACT, "--json"]
     sigma = [
         json.loads(printed(capsys, "calibrate", "--epsilon", "1", *rest, "--relation", name))["noise_multiplier"]
@@ -153,7 +153,7 @@ def test_noise_is_found_for_a_relation(capsys):
     assert sigma[1] == pytest.approx(2 * sigma[0], rel=1e-4)  # a row that is replaced moves a sum twice as far
 
 
-def test_add_remove_is_rejected_where_something_follows_from_the_number_of_rows(capsys):
+def test_add_remove_is_rejected_if_a_value_is_derived_from_the_number_of_examples(capsys):
     assert main([*SHORT, "--relation", "add-remove"]) == 2
     assert "--sample-rate" in capsys.readouterr().err
 
@@ -170,7 +170,7 @@ def test_json_has_bounds_from_both_sides_where_the_accountant_has_them(capsys):
 
 
 @pytest.mark.parametrize("sigma", ["1e-200", "1e-320"])
-def test_noise_that_is_almost_none_is_stated_to_be_not_private(capsys, sigma):
+def test_almost_no_noise_is_stated_to_be_not_private(capsys, sigma):
     first = printed(capsys, *SHORT, "--sigma", sigma, "--full").split("\n\n")[1].splitlines()[0]
     for line in (first, printed(capsys, *SHORT, "--sigma", sigma)):
         assert "ε = ∞" in line and "[NOT PRIVATE]" in line
@@ -178,7 +178,7 @@ def test_noise_that_is_almost_none_is_stated_to_be_not_private(capsys, sigma):
 
 
 @pytest.mark.parametrize("sigma", ["1e16", "1e300", "1.7e308"])
-def test_noise_beyond_measure_costs_nothing(capsys, sigma):
+def test_enormous_noise_has_epsilon_zero(capsys, sigma):
     assert printed(capsys, *SHORT, "--sigma", sigma).startswith("ε = 0.00 (δ = 1e-05, 5 steps, ")
     out = printed(capsys, *SHORT, "--sigma", sigma, "--full")
     assert "(ε = 0.00, δ = 1e-05)" in out and f"{float(sigma):.6g}" in out
@@ -186,7 +186,7 @@ def test_noise_beyond_measure_costs_nothing(capsys, sigma):
 
 
 @pytest.mark.slow
-def test_the_largest_number_of_steps_is_answered(capsys):
+def test_the_largest_number_of_steps_has_an_epsilon(capsys):
     out = printed(capsys, *SHORT, "--steps", str(2**62), "--full")
     assert f"Steps: {2**62:,} would be charged." in out
     assert float(re.search(r"\(ε = ([\d.]+), ", out)[1]) > 2**62 * 0.01**2  # the mean of the losses is about that

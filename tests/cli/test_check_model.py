@@ -45,21 +45,21 @@ def models(tmp_path, monkeypatch):
     __import__("sys").modules.pop("models_to_check", None)
 
 
-def test_a_model_that_can_be_trained_gives_0(capsys, models):
+def test_a_model_that_can_be_trained_exits_with_0(capsys, models):
     assert main(["check", f"{models}:good"]) == 0
     out = capsys.readouterr().out
     assert "Nothing blocks private training." in out
     assert out.count("Linear") == 2
 
 
-def test_a_model_that_is_blocked_gives_1_and_the_remedy(capsys, models):
+def test_a_blocked_model_exits_with_1_and_the_remedy(capsys, models):
     assert main(["check", f"{models}:bad"]) == 1
     out = capsys.readouterr().out
     assert "BatchNorm1d" in out
     assert "fix(model)" in out
 
 
-def test_an_object_below_a_name_will_do(capsys, models):
+def test_an_attribute_of_an_object_is_accepted(capsys, models):
     assert main(["check", f"{models}:Zoo.small"]) == 0
 
 
@@ -70,7 +70,7 @@ def test_json_has_the_findings(capsys, models):
     assert [finding["verdict"] for finding in found["findings"]] == ["supported", "blocked"]
 
 
-def test_what_a_module_prints_is_no_part_of_the_json(capsys, models):
+def test_output_printed_by_a_module_is_not_in_the_json(capsys, models):
     assert main(["check", f"{models}:talkative", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["ok"] is True
@@ -82,7 +82,7 @@ def test_what_a_module_prints_is_no_part_of_the_json(capsys, models):
     [("def make(:", "SyntaxError"), ("1 / 0", "ZeroDivisionError"), ("raise SystemExit(0)", "SystemExit: 0")],
     ids=["syntax", "raises", "leaves"],
 )
-def test_a_module_that_cannot_be_imported_is_no_traceback(capsys, models, text, why):
+def test_a_module_that_cannot_be_imported_gives_no_traceback(capsys, models, text, why):
     Path("unsound_module.py").write_text(text, encoding="utf-8")
     assert main(["check", "unsound_module:make"]) == 2
     out, err = capsys.readouterr()
@@ -94,7 +94,7 @@ def test_a_module_that_cannot_be_imported_is_no_traceback(capsys, models, text, 
     ("name", "why"),
     [("with_argument", "TypeError: .*'width'"), ("broken", "RuntimeError: .*-1"), ("leaving", "SystemExit: 3")],
 )
-def test_a_factory_that_cannot_be_called_is_no_traceback(capsys, models, name, why):
+def test_a_factory_that_cannot_be_called_gives_no_traceback(capsys, models, name, why):
     assert main(["check", f"{models}:{name}"]) == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -12,7 +12,7 @@ from dpengine.cli.main import main
 from dpengine.cli.screen import columns, strong
 
 
-def test_it_names_the_versions_that_matter(capsys):
+def test_output_has_the_relevant_versions(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     for needed in (torch.__version__, platform.python_version(), "dp-accounting", "opt-einsum", "cryptographic", "pld"):
@@ -28,7 +28,7 @@ def test_json_has_the_same_rows(capsys):
     assert facts["torch"] == torch.__version__
 
 
-def test_it_has_no_folder_host_or_user_in_it(capsys):
+def test_output_has_no_folder_host_or_user(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert str(Path.home()) not in out
@@ -50,7 +50,7 @@ def test_columns_line_up_and_leave_no_blanks_at_the_end():
         (True, {"NO_COLOR": ""}, True),  # an empty value does not count, says no-color.org
     ],
 )
-def test_emphasis_is_for_terminals_that_want_it(monkeypatch, terminal, environment, bold):
+def test_emphasis_needs_a_terminal_with_color(monkeypatch, terminal, environment, bold):
     for name in ("NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():

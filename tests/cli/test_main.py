@@ -29,7 +29,7 @@ def exit_code(capsys, *argv):
 
 
 @pytest.mark.parametrize("command", commands.COMMANDS, ids=lambda command: command.name)
-def test_the_help_of_a_command_has_an_example_that_its_parser_takes(capsys, command):
+def test_the_help_of_a_command_has_an_example_that_its_parser_accepts(capsys, command):
     code, out, err = exit_code(capsys, command.name, "--help")
     assert (code, err) == (0, "")
     (example,) = re.findall(r"^  dpengine (.+)$", out, flags=re.MULTILINE)
@@ -108,7 +108,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("argv", WRONG.values(), ids=WRONG)
-def test_a_wrong_call_gives_2_and_a_message_without_a_traceback(capsys, argv):
+def test_a_usage_error_exits_with_2_and_a_message_without_a_traceback(capsys, argv):
     code, out, err = exit_code(capsys, *argv)
     assert (code, out) == (2, "")
     assert "dpengine" in err
@@ -150,14 +150,14 @@ def test_a_number_of_many_digits_is_rejected_in_one_line(capsys, option, digits)
 @pytest.mark.parametrize(
     "change", [("--accountant", "gdp"), ("--accountant", "rdp", "--relation", "replace-one")], ids=str
 )
-def test_an_error_names_the_option_and_not_the_argument_of_python(capsys, change):
+def test_an_error_names_the_option_and_not_the_python_argument(capsys, change):
     _, _, err = exit_code(capsys, *EPSILON, *change)
     assert "Use --accountant pld." in err and "accountant=" not in err
 
 
 @pytest.mark.parametrize("rate", ["0.01", "1"])
 @pytest.mark.parametrize("epsilon", ["1e10", "1e300", "1.7e308"])
-def test_an_enormous_budget_has_the_least_noise(capsys, epsilon, rate):
+def test_a_very_large_target_gets_the_least_noise(capsys, epsilon, rate):
     size = ["--n", "1000", "--batch", "10", "--sample-rate", rate, "--delta", "1e-5", "--steps", "5"]
     code, out, _ = exit_code(capsys, "calibrate", "--epsilon", epsilon, *size, "--json")
     assert code == 0
@@ -167,7 +167,7 @@ def test_an_enormous_budget_has_the_least_noise(capsys, epsilon, rate):
 
 
 @pytest.mark.parametrize("command", ["epsilon", "calibrate"])
-def test_only_accountants_that_can_answer_are_offered(capsys, command):
+def test_only_applicable_accountants_are_suggested(capsys, command):
     _, out, _ = exit_code(capsys, command, "--help")
     assert "dp_accounting_rdp" in out and "monte_carlo" not in out
 
@@ -178,7 +178,7 @@ def test_python_m_runs_the_same_program():
     assert result.stdout == f"dpengine {dpengine.__version__}\n"
 
 
-def test_help_is_quick_since_it_loads_no_torch():
+def test_help_does_not_import_torch():
     script = (
         "import sys; from dpengine.cli.main import main\n"
         "try: main(['--help'])\nexcept SystemExit: assert 'torch' not in sys.modules"
@@ -187,7 +187,7 @@ def test_help_is_quick_since_it_loads_no_torch():
 
 
 @pytest.mark.slow
-def test_a_reader_that_goes_away_is_no_error():
+def test_a_closed_output_pipe_is_not_an_error():
     line = f"{shlex.quote(sys.executable)} -m dpengine doctor | true"
     result = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, cwd=ROOT)
     assert result.stderr == ""

@@ -50,7 +50,7 @@ def test_the_state_of_an_engine_gives_the_same_epsilon(engine, tmp_path, capsys)
     assert report["mechanism"]["steps"] == 6
 
 
-def test_it_writes_elsewhere_on_request(engine, tmp_path):
+def test_out_selects_the_output_folder(engine, tmp_path):
     folder = write_state(tmp_path / "run", engine.state_dict())
     assert main(["report", str(folder), "--out", str(tmp_path / "elsewhere")]) == 0
     assert (tmp_path / "elsewhere" / "privacy_report.html").exists()
@@ -62,7 +62,7 @@ def test_it_writes_elsewhere_on_request(engine, tmp_path):
     ["", "{", "[]", "{}", '{"ledger": {"schema": 7}, "delta": 1e-5, "accountant": "pld"}'],
     ids=["empty", "cut", "a-list", "nothing", "other-ledger"],
 )
-def test_a_damaged_state_gives_2_and_a_message(tmp_path, capsys, text):
+def test_a_damaged_state_exits_with_2_and_a_message(tmp_path, capsys, text):
     (tmp_path / "privacy_state.json").write_text(text, encoding="utf-8")
     assert main(["report", str(tmp_path)]) == 2
     err = capsys.readouterr().err
@@ -84,7 +84,7 @@ def reported(tmp_path_factory):
 
 
 @pytest.mark.parametrize("renamed", [None, "of-model-7.json"])
-def test_the_json_of_a_report_gives_all_its_files_again(reported, tmp_path, capsys, renamed):
+def test_the_files_of_a_report_are_rebuilt_from_its_json(reported, tmp_path, capsys, renamed):
     name = renamed or "privacy_report.json"
     (tmp_path / name).write_bytes((reported / "privacy_report.json").read_bytes())
     assert main(["report", str(tmp_path / name if renamed else tmp_path)]) == 0
@@ -119,7 +119,7 @@ def test_of_both_files_the_report_is_read_unless_the_state_is_named(engine, repo
     ],
     ids=["cut", "newer", "edited", "nan"],
 )
-def test_a_report_that_is_not_as_it_was_written_gives_2_and_writes_nothing(reported, tmp_path, capsys, spoil, message):
+def test_a_modified_report_exits_with_2_and_writes_nothing(reported, tmp_path, capsys, spoil, message):
     text = (reported / "privacy_report.json").read_text(encoding="utf-8")
     (tmp_path / "privacy_report.json").write_text(spoil(text), encoding="utf-8")
     assert main(["report", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
@@ -130,13 +130,13 @@ def test_a_report_that_is_not_as_it_was_written_gives_2_and_writes_nothing(repor
     assert [path.name for path in tmp_path.iterdir()] == ["privacy_report.json"]
 
 
-def test_a_folder_that_cannot_be_made_gives_1_and_a_message(reported, tmp_path, capsys):
+def test_a_folder_that_cannot_be_created_exits_with_1_and_a_message(reported, tmp_path, capsys):
     (tmp_path / "file").write_text("", encoding="utf-8")
     assert main(["report", str(reported), "--out", str(tmp_path / "file" / "below")]) == 1
     assert "file" in capsys.readouterr().err
 
 
-def test_a_file_is_no_folder_to_write_to(reported, tmp_path, capsys):
+def test_a_file_as_output_folder_is_rejected(reported, tmp_path, capsys):
     (tmp_path / "file").write_text("kept", encoding="utf-8")
     with pytest.raises(SystemExit, match="2"):
         main(["report", str(reported), "--out", str(tmp_path / "file")])
@@ -201,7 +201,7 @@ def printed(capsys, *argv):
     return code, out, err
 
 
-def test_show_lists_the_runs_and_what_became_of_their_steps(path, capsys):
+def test_show_lists_the_runs_and_the_status_of_their_steps(path, capsys):
     code, out, _ = printed(capsys, "ledger", "show", path)
     head, first, second = out.splitlines()
     assert code == 0 and head.split()[:4] == ["run", "began", "noise", "rate"]
@@ -211,7 +211,7 @@ def test_show_lists_the_runs_and_what_became_of_their_steps(path, capsys):
     assert [run["reserved"] for run in json.loads(out)["runs"]] == [0, 4]
 
 
-def test_verify_says_whether_a_file_is_as_it_was_written(path, capsys):
+def test_verify_detects_a_modified_file(path, capsys):
     code, out, _ = printed(capsys, "ledger", "verify", path)
     assert code == 0 and "10 steps charged" in out and json.loads(path.read_text().splitlines()[-1])["hash"] in out
     path.write_bytes(path.read_bytes().replace(b'"count":4', b'"count":1', 1))
@@ -219,7 +219,7 @@ def test_verify_says_whether_a_file_is_as_it_was_written(path, capsys):
     assert code == 1 and not out and "was edited" in err
 
 
-def test_total_is_what_an_accountant_says_of_all_charges(path, capsys):
+def test_total_is_the_epsilon_of_all_charges(path, capsys):
     _, out, _ = printed(capsys, "ledger", "total", path, "--json", "--delta", "1e-4")
     rate = json.loads(path.read_text().splitlines()[2])["event"]["sample_rate"]
     charges = [Charge(PoissonGaussianEvent(rate, sigma), count) for sigma, count in ((1.0, 6), (2.0, 4))]
@@ -231,7 +231,7 @@ def test_total_is_what_an_accountant_says_of_all_charges(path, capsys):
 
 
 @pytest.mark.hazard("A11")
-def test_several_files_add_up_and_none_counts_twice(path, tmp_path, capsys):
+def test_several_files_are_composed_and_duplicates_are_rejected(path, tmp_path, capsys):
     other = tmp_path / "other.ledger"
     Run(other).train(3).gone()
     alone = json.loads(printed(capsys, "ledger", "total", path, "--json")[1])["epsilon"]
@@ -243,7 +243,7 @@ def test_several_files_add_up_and_none_counts_twice(path, tmp_path, capsys):
     assert code == 2 and "twice" in err
 
 
-def test_units_that_do_not_add_up_are_rejected(path, tmp_path, capsys):
+def test_files_of_different_units_are_rejected(path, tmp_path, capsys):
     Run(tmp_path / "units.ledger", privacy_unit=torch.arange(60) // 2).train(1).gone()
     code, _, err = printed(capsys, "ledger", "total", path, tmp_path / "units.ledger")
     assert code == 2 and "different units" in err

@@ -30,7 +30,7 @@ def counts(path):
 
 
 @pytest.mark.hazard("A11")
-def test_the_next_run_begins_with_the_charges_of_the_last_one(path):
+def test_the_next_run_starts_with_the_charges_of_the_previous_run(path):
     first = Run(path).train(5).gone()
     second = Run(path)
     assert second.engine.ledger.steps == 5 and second.engine.epsilon == first.engine.epsilon
@@ -47,7 +47,7 @@ def test_engines_of_one_process_share_the_charges_of_one_file(path, recwarn):
     assert not [one for one in recwarn if "Another engine" in str(one.message)]
 
 
-def test_a_run_that_outlives_its_engine_goes_on_charging(path):
+def test_a_run_that_outlives_its_engine_continues_to_charge(path):
     run = Run(path).train(1)
     run.engine = None
     gc.collect()
@@ -109,21 +109,21 @@ def test_discarded_batches_are_taken_from_the_reservation_and_reported(path):
     assert next(iter(read(path).runs.values())).closed
 
 
-def test_a_reservation_never_passes_the_budget(path):
+def test_a_reservation_never_exceeds_the_budget(path):
     run = Run(path, reserve=1000, target_epsilon=3.0, steps=7).train(3).died()
     assert steps_of(read(path).history) == 7
     assert epsilon_of(read(path).history, 1e-3) <= 3.0
     assert run.engine.ledger.steps == 3
 
 
-def test_a_reservation_never_passes_a_budget_that_has_no_planned_end(path):
+def test_a_reservation_never_exceeds_a_budget_without_planned_steps(path):
     Run(path, reserve=50, target_epsilon=3.0, steps=20, on_budget="stop").train(20).gone()
     assert epsilon_of(read(path).history, 1e-3) <= 3.0
     assert Run(path, noise_multiplier=4.0, reserve=50).train(30).died()
     assert steps_of(read(path).history) == 20 + 50
 
 
-def test_a_reservation_never_passes_the_budget_after_a_change_of_the_plan(path):
+def test_a_reservation_never_exceeds_the_budget_after_a_change_of_the_plan(path):
     run = Run(path, reserve=1000, target_epsilon=3.0, steps=20)
     run.optimizer.noise_multiplier /= 1.5
     run.train(2).died()
@@ -132,7 +132,7 @@ def test_a_reservation_never_passes_the_budget_after_a_change_of_the_plan(path):
 
 
 @pytest.mark.slow
-def test_a_new_run_gets_what_the_runs_of_the_file_left_of_the_budget(path):
+def test_a_new_run_gets_the_remaining_budget_of_the_file(path):
     first = Run(path, target_epsilon=3.0, steps=10).train(10).gone()
     second = Run(path, target_epsilon=3.5, steps=10).train(10)
     noise = [run.engine.describe()["noise_multiplier"] for run in (first, second)]
@@ -202,7 +202,7 @@ def test_charges_in_memory_are_written_when_they_are_loaded(path, tmp_path):
 
 
 @pytest.mark.hazard("P1")
-def test_a_new_file_does_not_take_the_place_of_one_that_is_missing(path, tmp_path):
+def test_a_missing_ledger_file_is_not_replaced_by_a_new_one(path, tmp_path):
     first = Run(path).train(2)
     checkpoint.save(tmp_path / "saved", first.engine)
     first.train(5).gone()
@@ -225,19 +225,19 @@ def test_the_report_says_that_later_releases_may_be_missing_unless_the_file_has_
         run.gone()
 
 
-def test_an_engine_that_was_made_before_another_trained_knows_of_it(path):
+def test_an_engine_created_earlier_sees_the_charges_of_a_later_run(path):
     early = PrivacyEngine(ledger=path)
     run = Run(path).train(3)
     assert early.ledger.steps == 3 and early.get_epsilon(1e-3) == run.engine.epsilon
 
 
-def test_a_relation_that_came_later_counts_for_all(path):
+def test_a_later_relation_applies_to_all_runs(path):
     first = Run(path, sample_rate=0.3, expected_batch_size=20).train(1)
     Run(path).train(1)
     assert "Adjacency: zero-out" in str(first.engine.report())
 
 
-def test_two_deaths_leave_the_noise_of_the_first_time(path, tmp_path):
+def test_the_noise_multiplier_survives_two_crashes(path, tmp_path):
     settings = {"target_epsilon": 3.0, "steps": 10}
     first = Run(path, **settings).train(4)
     checkpoint.save(tmp_path / "saved", first.engine)
@@ -280,7 +280,7 @@ def test_the_report_says_whether_the_ledger_is_on_disk(path):
     assert line not in str(Run(None).train(1).engine.report())
 
 
-def test_the_file_holds_nothing_that_is_private(path):
+def test_the_file_holds_no_private_values(path):
     Run(path, sample_rate=0.3, expected_batch_size=20).train(4).gone()
     text = path.read_text()
     for word in (os.uname().nodename, os.path.expanduser("~"), str(path.parent), "num_examples", '"rows"'):
@@ -289,7 +289,7 @@ def test_the_file_holds_nothing_that_is_private(path):
 
 
 @pytest.mark.parametrize("reserve", [0, -1, 1001, 1.0, True, "1"])
-def test_a_reservation_that_is_no_number_of_steps_is_rejected(path, reserve):
+def test_an_invalid_reservation_is_rejected(path, reserve):
     with pytest.raises(ValueError, match="reserve_steps"):
         PrivacyEngine(ledger=path, reserve_steps=reserve)
     assert not path.exists()

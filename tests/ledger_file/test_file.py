@@ -43,7 +43,7 @@ sys.stdin.read()
 
 
 @pytest.mark.slow
-def test_another_process_is_kept_out_until_the_first_is_gone(path):
+def test_a_second_process_cannot_open_the_file_until_the_first_exits(path):
     other = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -79,7 +79,7 @@ def test_a_fork_of_a_process_that_died_does_not_hold_the_file(path):
 
 
 @pytest.mark.parametrize("content", [b"my notes", b'{"a": 1}', b"x" * 5000], ids=["text", "json", "long"])
-def test_a_file_of_one_line_that_is_no_ledger_is_left_as_it_is(path, content):
+def test_a_file_of_one_line_that_is_not_a_ledger_is_not_modified(path, content):
     path.write_bytes(content)
     with pytest.raises(LedgerError, match="is not a ledger"):
         Run(path)
@@ -95,7 +95,7 @@ def test_a_last_line_up_to_its_seal_counts(path):
 
 
 @pytest.mark.parametrize("cut", [2, 30])
-def test_a_last_line_that_a_process_died_over_is_dropped(path, cut):
+def test_an_incomplete_last_line_is_dropped(path, cut):
     Run(path).train(3).gone()
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
@@ -104,13 +104,13 @@ def test_a_last_line_that_a_process_died_over_is_dropped(path, cut):
     assert steps_of(read(path).history) == 3
 
 
-def test_a_file_that_was_begun_and_not_written_is_a_new_one(path):
+def test_a_created_but_unwritten_file_is_a_new_one(path):
     path.write_bytes(b'{"seq":0,"kind":"led')
     assert Run(path).train(1).engine.ledger.steps == 1
 
 
 @pytest.mark.parametrize("failing", ["pwrite", "sync"])
-def test_a_step_that_cannot_be_written_is_rejected_and_the_file_is_as_it_was(path, monkeypatch, failing):
+def test_a_step_that_cannot_be_written_is_rejected_and_leaves_the_file_unchanged(path, monkeypatch, failing):
     run = Run(path).train(2)
     weights, content = run.model.weight.detach().clone(), path.read_bytes()
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -173,7 +173,7 @@ def test_batches_that_were_discarded_while_the_disk_was_full_are_charged_later(p
     assert sum(charge.count for charge in read(path).history if charge.kind == "void") == 6
 
 
-def test_nothing_is_taken_from_a_reservation_that_was_settled(path):
+def test_no_step_is_taken_from_a_settled_reservation(path):
     run = Run(path, reserve=10).train(2)
     inside.close_ledger_file(run.engine)  # as at the end of the process, while a thread still trains
     weights = run.model.weight.detach().clone()
@@ -182,7 +182,7 @@ def test_nothing_is_taken_from_a_reservation_that_was_settled(path):
     assert torch.equal(run.model.weight, weights) and steps_of(read(path).history) == 2
 
 
-def test_what_is_settled_while_the_run_goes_on_is_reserved_anew(path):
+def test_steps_are_reserved_again_after_a_settlement_during_the_run(path):
     run = Run(path, reserve=10).train(2)
     inside.settle_ledger_file(run.engine)
     assert steps_of(read(path).history) == 2
@@ -190,7 +190,7 @@ def test_what_is_settled_while_the_run_goes_on_is_reserved_anew(path):
     assert steps_of(read(path).history) == 2 + 10
 
 
-def test_threads_that_share_a_file_take_turns(path):
+def test_threads_that_share_a_file_lose_no_charge(path):
     runs, failed = [Run(path, reserve=2) for _ in range(3)], []
 
     def work(run):
@@ -248,7 +248,7 @@ def test_an_interrupt_at_any_line_of_a_write_leaves_a_readable_file_and_no_relea
     assert place > 300
 
 
-def test_a_model_is_taken_off_though_the_file_cannot_be_written(path):
+def test_a_model_is_detached_even_if_the_file_cannot_be_written(path):
     run = Run(path).train(1)
     path.unlink()
     next(iter(run.loader))
@@ -259,7 +259,7 @@ def test_a_model_is_taken_off_though_the_file_cannot_be_written(path):
     assert not inside.is_attached(run.engine) and run.model.weight.grad is not None
 
 
-def test_a_file_that_was_changed_moved_or_deleted_meanwhile_rejects_the_step(path):
+def test_a_step_is_rejected_after_the_file_was_changed_moved_or_deleted(path):
     run = Run(path).train(1)
     content = path.read_bytes()
     for change in (
@@ -382,13 +382,13 @@ def forged(path, told, *, schema=1):
 
 
 @pytest.mark.parametrize("told", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
-def test_what_cannot_have_been_is_rejected(path, told):
+def test_inconsistent_entries_are_rejected(path, told):
     forged(path, told)
     with pytest.raises(LedgerError, match=r"line \d+ .*|event"):
         read(path)
 
 
-def test_what_can_have_been_is_read(path):
+def test_consistent_entries_are_read(path):
     reserved = ("reserve", {"run": "r", "event": 2, "count": 3})
     used = ("settle", {"run": "r", "reserve": 3, "used": {"release": 1, "void": 1}})
     forged(

@@ -19,7 +19,7 @@ def charged(folder):
 
 @pytest.mark.slow
 @pytest.mark.hazard("L5")
-def test_a_death_at_each_place_between_draw_and_update_leaves_every_release_charged(tmp_path):
+def test_a_crash_at_any_point_between_draw_and_update_leaves_every_release_charged(tmp_path):
     """Places are before, amid and after each call of the system, and before and after each change of the weights."""
     unused = []
     for place in itertools.count():
@@ -47,7 +47,7 @@ KINDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("gaussian", marks=pytest.mark.nightly), "bandmf", "seeded"])
 @pytest.mark.hazard("P2")
-def test_a_run_that_is_killed_at_random_goes_on_and_reuses_no_noise(tmp_path, kind):
+def test_a_run_killed_at_random_resumes_without_reusing_noise(tmp_path, kind):
     generator, settings = random.Random(kind), KINDS[kind]
     whole = tmp_path / "whole"
     whole.mkdir()

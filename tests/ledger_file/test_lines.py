@@ -20,14 +20,14 @@ def read(lines):
     return [entry for entry, _ in entries_of(io.BytesIO(b"".join(lines)), "a.ledger")]
 
 
-def test_what_was_written_is_read():
+def test_written_lines_are_read_back():
     found = read(written())
     assert [(one.seq, one.kind, one.fields["text"], one.fields["value"]) for one in found] == [
         (number, "note", f"n{number}", 0.1 * number) for number in range(4)
     ]
 
 
-def test_a_change_of_any_byte_is_found():
+def test_a_change_of_any_byte_is_detected():
     lines = written(2)
     data = b"".join(lines)
     for place in range(len(data)):
@@ -47,7 +47,7 @@ def test_a_change_of_any_byte_is_found():
     [(0, 2, 3), (1, 2, 3), (0, 2, 1, 3), (0, 1, 1, 2), (0, 1, 2, 2)],
     ids=lambda order: "".join(map(str, order)),
 )
-def test_lines_removed_moved_or_repeated_are_found(order):
+def test_removed_moved_or_repeated_lines_are_detected(order):
     lines = written()
     with pytest.raises(LedgerError, match=r"a\.ledger: line \d"):
         read([lines[place] for place in order])

@@ -86,7 +86,7 @@ GUARDS = [
         "a plan costs what its draws state for the number of examples",
         "return self.sampling.participation() if size is None else self.sampling.over(size).participation",
         "return self.sampling.participation()",
-        "plan/test_plan.py::test_the_cost_is_that_of_the_participation_which_draws_state",
+        "plan/test_plan.py::test_epsilon_follows_from_the_participation_of_the_draws",
     ),
     Guard(
         "noise so large that float32 rounds away the new noise",

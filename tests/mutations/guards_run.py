@@ -339,13 +339,13 @@ GUARDS = [
         "no more is reserved than the budget has room for",
         "min(self.reserve, max_reserved())",
         "self.reserve",
-        "ledger_file/test_engine_ledger.py::test_a_reservation_never_passes_the_budget",
+        "ledger_file/test_engine_ledger.py::test_a_reservation_never_exceeds_the_budget",
     ),
     Guard(
         "a reservation that fits the budget",
         "reservable = min(reservable, self._fits.get((event, others), 0) - charged - count)",
         "pass",
-        "ledger_file/test_engine_ledger.py::test_a_reservation_never_passes_the_budget_after_a_change_of_the_plan",
+        "ledger_file/test_engine_ledger.py::test_a_reservation_never_exceeds_the_budget_after_a_change_of_the_plan",
     ),
     Guard(
         "two engines on one data set",

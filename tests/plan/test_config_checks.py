@@ -135,7 +135,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=["steps", "noise", "version", "no examples", "nested"])
-def test_hostile_json_is_rejected(text):
+def test_malformed_json_is_rejected(text):
     with pytest.raises(ValueError, match="DPSGDConfig"):
         DPSGDConfig.from_json(text)
 

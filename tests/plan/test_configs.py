@@ -40,7 +40,7 @@ def test_the_error_of_the_best_strategy(iterations, bands, loss):
     assert config.rmse**2 == pytest.approx(loss, rel=1e-6)
 
 
-def test_the_error_is_that_of_the_matrix():
+def test_rmse_matches_the_inverse_strategy_matrix():
     for column_normalize in (False, True):
         config = BandMFConfig(
             iterations=7, strategy=(3.0, 1.0, 0.5), column_normalize=column_normalize, noise_multiplier=2.0,
@@ -55,7 +55,7 @@ def test_the_error_is_that_of_the_matrix():
 @pytest.mark.one_in(10, "name", others="slow")
 @pytest.mark.one_in(2, "name")
 @pytest.mark.parametrize("name", CONFIGS)
-def test_calibration_keeps_the_target(name):
+def test_calibration_meets_the_target(name):
     config = CONFIGS[name]
     found = config.calibrate(epsilon=3.0, delta=1e-5, tol=1e-3)
     assert config.noise_multiplier is None
@@ -125,7 +125,7 @@ def test_without_noise_multiplier_there_is_no_plan(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_plans_are_frozen_and_describe_themselves(name):
+def test_plans_are_frozen_and_have_a_description(name):
     plan = noisy(CONFIGS[name]).make()
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.neighboring_relation = None
@@ -175,7 +175,7 @@ def rows_of(recurrence, size):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_flags_change_nothing_of_the_mechanism(name):
+def test_performance_flags_do_not_change_the_mechanism(name):
     import torch
 
     config = noisy(CONFIGS[name])
@@ -200,7 +200,7 @@ def test_the_standard_deviation_is_noise_times_sensitivity(rescale, clip, by):
     assert config.sensitivity == pytest.approx(bound, rel=1e-12)
 
 
-def test_options_of_the_plan_cannot_be_given_again():
+def test_clipping_options_fixed_by_the_plan_are_rejected():
     plan = noisy(CONFIGS["dp-sgd"]).make()
     with pytest.raises(TypeError, match="the plan fixes l2_clip_norm, normalize_by"):
         plan.clipped_grad(lambda p, x: p, l2_clip_norm=3.0, normalize_by=2.0)
@@ -223,7 +223,7 @@ def test_epsilon_of_the_first_steps(name):
             config.epsilon(1e-5, step)
 
 
-def test_a_cycle_costs_once():
+def test_epsilon_is_constant_within_a_cycle():
     config = noisy(CONFIGS["band-mf"])
     assert len({config.epsilon(1e-5, step) for step in (5, 6, 7, 8)}) == 1
     assert config.epsilon(1e-5, 9) > config.epsilon(1e-5, 8)
@@ -235,7 +235,7 @@ def test_a_cycle_costs_once():
     ("blt", lambda config: np.linalg.inv(rows_of(config.recurrence, config.iterations))),
     ("inverse", lambda config: matrix(toeplitz_inverse(config.coefficients, config.iterations), config.iterations)),
 ])  # fmt: skip
-def test_long_noise_costs_what_the_matrix_says(name, strategy):
+def test_noise_over_all_steps_has_the_sensitivity_of_its_matrix(name, strategy):
     config = dataclasses.replace(noisy(CONFIGS[name]), iterations=9, cycle_length=3)
     s = strategy(config)
     for steps in range(1, 10):
@@ -254,7 +254,7 @@ def test_long_noise_costs_what_the_matrix_says(name, strategy):
             assert sq_sensitivity(s[:steps, :steps], 3) >= worst * (1 - 1e-9)
 
 
-def test_truncating_batches_costs():
+def test_truncating_batches_raises_epsilon():
     def epsilon(cut):
         config = DPSGDConfig(
             iterations=20, sampling_prob=0.1, truncated_batch_size=cut, num_examples=1000, noise_multiplier=1.0
@@ -268,7 +268,7 @@ def test_truncating_batches_costs():
     assert epsilon(110) > 1.2 * uncut
 
 
-def test_batches_of_one_size_move_twice_as_far():
+def test_fixed_size_batches_have_twice_the_sensitivity():
     config = noisy(CONFIGS["fixed"])
     accountant = dp_accounting.rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
     event = dp_accounting.SampledWithoutReplacementDpEvent(1000, 50, dp_accounting.GaussianDpEvent(0.65))
@@ -278,7 +278,7 @@ def test_batches_of_one_size_move_twice_as_far():
     assert everybody.epsilon(1e-5) == pytest.approx(epsilon_of((Charge(GaussianEvent(1.0)),), 1e-5), rel=1e-9)
 
 
-def test_both_ways_to_say_how_often():
+def test_sampling_prob_and_expected_participations_are_equivalent():
     by_rate = BandMFConfig(iterations=20, strategy=(1.0, 0.5), sampling_prob=0.2)
     by_count = BandMFConfig(iterations=20, strategy=(1.0, 0.5), expected_participations=2.0)
     assert by_rate == by_count
@@ -289,7 +289,7 @@ def test_both_ways_to_say_how_often():
 
 
 @pytest.mark.parametrize("size", [1e-162, 1e-300, 1e90])
-def test_the_size_of_a_strategy_is_no_part_of_the_mechanism(size):
+def test_scaling_a_strategy_does_not_change_the_mechanism(size):
     base = [3.0] + [1.5] * 100
     one, other = (
         BandMFConfig(iterations=101, strategy=tuple(factor * value for value in base), noise_multiplier=1.0)
@@ -305,13 +305,13 @@ def test_the_size_of_a_strategy_is_no_part_of_the_mechanism(size):
     assert inverses[0] == pytest.approx(inverses[1], rel=1e-12)
 
 
-def test_a_ledger_that_was_loaded_twice_still_warns():
+def test_precision_of_the_blt_event_grows_linearly_with_steps():
     event = dataclasses.replace(CONFIGS["blt"], noise_multiplier=1.0).event(1.0, "run")
     assert event.precision(120) == pytest.approx(2 * event.precision(60))
     assert event.precision(61) > event.precision(60)
 
 
-def test_all_users_or_none_is_legal():
+def test_sampling_probabilities_of_zero_and_one_are_accepted():
     assert DPSGDConfig(iterations=5, sampling_prob=0.0, noise_multiplier=1.0).epsilon(1e-5) < 1e-3
     odd = BandMFConfig(iterations=5, strategy=(1.0, 0.5), sampling_prob=1.0, noise_multiplier=1.0)
     three = DPSGDConfig(iterations=3, noise_multiplier=1.0)

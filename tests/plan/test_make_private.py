@@ -60,7 +60,7 @@ SIZED = {  # with the size of the largest batch
 @pytest.mark.one_in(2, "name", "made")
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("made", [False, True], ids=["config", "plan"])
-def test_the_run_is_the_plan(name, made):
+def test_the_run_follows_the_plan(name, made):
     config = PLANS[name]
     engine, model, optimizer, batches = private(config.make() if made else config)
     steps, epochs = 0, 0
@@ -81,7 +81,7 @@ def test_the_run_is_the_plan(name, made):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["fixed", "truncated", "band-mf, truncated"])
-def test_batches_of_a_size_are_drawn_charged_and_stated(name):
+def test_fixed_size_batches_are_drawn_charged_and_reported(name):
     config, largest = SIZED[name]
     engine, model, optimizer, batches = private(config)
     sizes = []
@@ -134,7 +134,7 @@ def test_the_optimizer_adds_the_noise_of_the_plan(name):
 
 @pytest.mark.parametrize("rescale", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_gradients_are_those_of_the_functional_path(rescale, reduction):
+def test_gradients_match_the_functional_path(rescale, reduction):
     config = DPSGDConfig(
         iterations=3, sampling_prob=0.25, noise_multiplier=0.0, l2_clip_norm=0.4, rescale_to_unit_norm=rescale,
         normalize_by=8.0,
@@ -156,13 +156,13 @@ def test_gradients_are_those_of_the_functional_path(rescale, reduction):
             torch.testing.assert_close(p.grad, expected[name], rtol=1e-5, atol=1e-7)
 
 
-def test_a_step_past_the_run_is_rejected():
+def test_a_step_beyond_the_planned_steps_is_rejected():
     engine, *_ = private(PLANS["dp-sgd"])
     with pytest.raises(BudgetExceeded, match="planned for 8 steps"):
         inside.return_batch(engine, 8, 3)
 
 
-def test_two_batches_are_not_one_step_of_the_plan():
+def test_two_batches_in_one_step_of_a_plan_are_rejected():
     _, model, optimizer, batches = private(PLANS["dp-sgd"])
     for _, (x, y) in zip(range(2), batches, strict=False):
         F.cross_entropy(model(x), y).backward()
@@ -209,7 +209,7 @@ def test_epochs_that_agree_with_the_plan_may_be_passed():
     assert inside.state(engine).iterations == 8
 
 
-def test_a_public_number_of_rows_gives_passes_and_a_delta():
+def test_a_public_dataset_size_determines_epochs_and_delta():
     engine, _, _, batches = private(PLANS["public"], delta=None)
     assert len(batches) == 4
     assert engine.delta == pytest.approx(ROWS**-1.1)
@@ -230,7 +230,7 @@ def test_calibrated_plans_keep_their_target_in_training():
 
 
 @pytest.mark.parametrize("name", ["band-mf", "blt"])
-def test_steps_that_are_jumped_over_count(name):
+def test_skipped_steps_of_a_cyclic_plan_are_charged(name):
     """Whoever takes part at steps 0, 4, 8 ... takes part in each of them."""
     config = PLANS[name]
     engine, model, optimizer, batches = private(config)
@@ -241,7 +241,7 @@ def test_steps_that_are_jumped_over_count(name):
     assert engine.epsilon >= config.epsilon(1e-5, 8 - cycle + 1) * (1 - 1e-9)
 
 
-def test_steps_that_are_jumped_over_are_free_where_chance_decides():
+def test_skipped_steps_of_a_poisson_plan_are_not_charged():
     engine, model, optimizer, batches = private(PLANS["dp-sgd"])
     for position in (0, 4):
         batches.load_state_dict({"position": position})

@@ -64,7 +64,7 @@ PAIRS = [
 
 @pytest.mark.one_in(2, "plan")
 @pytest.mark.parametrize(("plan", "config"), PAIRS)
-def test_a_plan_costs_what_the_config_of_the_same_parts_costs(plan, config):
+def test_a_plan_has_the_epsilon_of_the_equivalent_config(plan, config):
     found, expected = plan.calibrate(epsilon=2.0, delta=1e-5), config.calibrate(epsilon=2.0, delta=1e-5)
     assert found.noise_multiplier == pytest.approx(expected.noise_multiplier, rel=1e-9)
     assert found.epsilon(1e-5, 20) == pytest.approx(expected.epsilon(1e-5, 20), rel=1e-9)
@@ -85,13 +85,13 @@ def test_a_plan_costs_what_the_config_of_the_same_parts_costs(plan, config):
     ],
     ids=lambda scheme: scheme.name,
 )
-def test_json_holds_every_scheme_and_noise(sampling):
+def test_json_round_trips_every_scheme_and_noise(sampling):
     for noise in (None, BandMF(num_bands=2, momentum=0.5), BLT(num_buffers=1), BandedInverse(num_bands=2)):
         plan = Plan(sampling=sampling, noise=noise, noise_multiplier=1.5, **RUN)
         assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_json_does_not_hold_parts_from_outside():
+def test_json_rejects_custom_parts():
     plan = Plan(sampling=recipe("Bernoulli")(0.25), **RUN)
     assert plan.describe()["batches"] == "own: Bernoulli"
     with pytest.raises(ValueError, match="sampling is a Bernoulli, which cannot be stored as JSON"):
@@ -144,7 +144,7 @@ def test_a_loader_of_another_batch_size_is_rejected_with_that_of_the_plan(sampli
     PrivacyEngine().make_private(model, optimizer, DataLoader(data, batch_size=size), plan=plan, target_delta=1e-3)
 
 
-def test_the_cost_is_that_of_the_participation_which_draws_state():
+def test_epsilon_follows_from_the_participation_of_the_draws():
     class Halves(recipe("Bernoulli")):
         """Half of the examples in each batch, and a scheme that states less for an unknown number of examples."""
 
@@ -160,7 +160,7 @@ def test_the_cost_is_that_of_the_participation_which_draws_state():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("noise", [None, recipe("Decaying")()], ids=["independent", "own"])
-def test_the_engine_runs_a_plan_of_parts_from_outside(noise):
+def test_the_engine_runs_a_plan_of_custom_parts(noise):
     sampling = recipe("Bernoulli")(0.25) if noise is None else BallsInBinsSampling(cycle_length=4)
     plan = Plan(
         iterations=8, sampling=sampling, noise=noise, clipping=recipe("Soft")(1.0), num_examples=48, normalize_by=12
@@ -220,7 +220,7 @@ def test_the_engine_rejects_a_non_private_plan():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ask", [lambda c: c.epsilon(1e-5), lambda c: c.calibrate(epsilon=5.0, delta=1e-5, tol=0.1)])
-def test_a_steep_truncation_is_noticed_with_one_that_is_not(ask):
+def test_a_small_truncation_size_warns_with_a_sufficient_one(ask):
     settings = {"iterations": 20, "sampling_prob": 0.1, "num_examples": 1000, "noise_multiplier": 1.0}
     forget_notices()
     with pytest.warns(PrivacyWarning, match=r"truncated_batch_size=120 truncates.*From (\d+) on") as seen:
@@ -290,7 +290,7 @@ def test_resumed_noise_is_the_same_bit_by_bit(name, stop):
         assert all(torch.equal(a, b) for a, b in zip(noisy, whole[step], strict=True))
 
 
-def test_two_runs_have_other_noise():
+def test_two_runs_have_different_noise():
     transform = CONFIGS["banded"].make().noise_addition_transform
     one, other = (transform.update(torch.zeros(5), transform.init(torch.zeros(5)))[0] for _ in range(2))
     assert not torch.equal(one, other)
@@ -331,7 +331,7 @@ def test_standard_deviations_are_finite(stddev):
 
 
 @pytest.mark.slow
-def test_a_whole_loop():
+def test_a_training_loop_with_a_plan_converges():
     """Least squares by the parts of a plan: it learns, and batches, sums and noise fit together."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 3, generator=generator)

@@ -65,7 +65,7 @@ def test_a_loss_that_was_not_checked_is_reported_as_unchecked(make_facts):
     assert item.evidence == "the loss was not checked (no step was probed)"
 
 
-def test_an_ordinary_run_has_no_stamp(make_facts):
+def test_an_ordinary_run_has_no_warning_stamp(make_facts):
     assert stamps(make_facts()) == ()
     assert stamps(make_facts(ledger_on_disk=False, loss_checked=None)) == ()
 

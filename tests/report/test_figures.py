@@ -16,7 +16,7 @@ def gaussian_epsilon(mu, delta):
     return brentq(lambda e: norm.cdf(mu / 2 - e / mu) - math.exp(e) * norm.cdf(-mu / 2 - e / mu) - delta, 0, 200)
 
 
-def test_a_run_over_all_rows_has_the_figures_of_one_gaussian(make_facts):
+def test_a_full_batch_run_has_the_figures_of_one_gaussian(make_facts):
     figures = figures_of(make_facts("full-batch"))
     mu = math.sqrt(9) / 4.0
     assert figures.spent.epsilon == pytest.approx(gaussian_epsilon(mu, 1e-5), rel=1e-6)
@@ -86,7 +86,7 @@ def test_the_curve_counts_the_clipping_releases_on_its_way(make_facts):
     assert curve[-1] == (6, figures_of(facts).spent.epsilon)
 
 
-def test_no_test_of_a_gaussian_beats_the_attack_bound_which_is_close_to_the_best_one(make_facts):
+def test_the_attack_bound_is_tight_for_a_gaussian(make_facts):
     facts = make_facts("full-batch")
     for rate, bound in attack_bound(facts, figures_of(facts)):
         best = norm.cdf(norm.ppf(rate) + 0.75)  # Neyman-Pearson for N(0, 1) against N(0.75, 1)
@@ -106,7 +106,7 @@ def test_one_pair_of_delta_and_epsilon_bounds_a_test_from_both_sides(rate):
     assert true_positive_bound([(delta, eps)], rate) == pytest.approx(allowed)
 
 
-def test_without_a_guarantee_every_member_may_be_found(make_facts):
+def test_without_a_guarantee_the_attack_bound_is_one(make_facts):
     facts = make_facts("not-private")
     assert true_positives_at(facts, figures_of(facts), 0.0) == 1.0
     assert true_positive_bound([(1e-5, 1e9)], 0.5) == 1.0

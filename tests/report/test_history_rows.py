@@ -6,7 +6,7 @@ from dpengine.accounting import Relation
 from dpengine.report.history_rows import public_text, public_values, rows_of
 
 
-def test_paths_are_gone_as_soon_as_facts_exist(make_facts):
+def test_facts_hold_no_paths(make_facts):
     facts = make_facts(
         description={"source": "/home/alice/x.csv"}, excludes=("logs in /home/alice/logs",), git="/home/alice"
     )
@@ -62,7 +62,7 @@ def test_absolute_paths_lose_their_folders(text, public):
         "ε / δ",
     ],
 )
-def test_what_is_no_absolute_path_stays(text):
+def test_text_without_an_absolute_path_is_unchanged(text):
     assert public_text(text) == text
 
 

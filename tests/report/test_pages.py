@@ -49,14 +49,14 @@ def test_the_page_loads_nothing(any_facts):
     assert page._open == []
 
 
-def test_an_address_in_a_text_stays_a_text(make_facts):
+def test_a_url_in_a_text_is_not_a_link(make_facts):
     source = "https://archive.example.org/adult"
     html = PrivacyReport(make_facts(description={"source": source})).to_html()
     assert source in html
     assert set(Page(html).loads) == {"data:,"}
 
 
-def test_texts_of_users_are_no_markup(make_facts):
+def test_user_text_is_escaped(make_facts):
     evil = "</textarea></title><script>alert(1)</script><img src=x>"
     plain, spoilt = (
         Page(
@@ -69,12 +69,12 @@ def test_texts_of_users_are_no_markup(make_facts):
     assert spoilt.tags == plain.tags
 
 
-def test_every_assumption_has_a_light_of_its_colour(any_facts):
+def test_every_assumption_has_a_light_of_its_color(any_facts):
     html = PrivacyReport(any_facts).to_html()
     assert re.findall(r'class="light (\w+)"', html) == [item.light for item in assumptions(any_facts)]
 
 
-def test_the_page_says_what_the_statement_says(make_facts):
+def test_the_page_contains_the_statement(make_facts):
     page = Page(PrivacyReport(make_facts("full-batch")).to_html()).text
     for part in (
         "3.15",
@@ -89,7 +89,7 @@ def test_the_page_says_what_the_statement_says(make_facts):
         assert part in page, part
 
 
-def test_charts_are_there_when_there_is_a_finite_epsilon(make_facts):
+def test_charts_are_shown_if_epsilon_is_finite(make_facts):
     counts = {
         name: PrivacyReport(make_facts(name)).to_html().count('<polyline class="line"')
         for name in ("ordinary", "full-batch", "not-private", "shuffled", "not-started")
@@ -172,7 +172,7 @@ def test_the_plain_words_give_the_odds_of_the_advantage(make_facts):
     assert 5.76 <= found <= 6.8
 
 
-def test_a_long_history_is_shortened_in_the_page_and_whole_in_the_json(make_facts):
+def test_a_long_history_is_truncated_in_the_page_but_not_in_the_json(make_facts):
     from dpengine.accounting import Charge, GaussianEvent
 
     report = PrivacyReport(make_facts(history=tuple(Charge(GaussianEvent(2.0 + k)) for k in range(40))))

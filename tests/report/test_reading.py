@@ -48,7 +48,7 @@ def report(make_facts):
     return PrivacyReport(make_facts("full-batch"))
 
 
-def test_all_three_forms_and_the_statement_are_made_again_from_the_json(any_facts):
+def test_the_files_and_the_statement_are_rebuilt_from_the_json(any_facts):
     first = PrivacyReport(any_facts)
     again = PrivacyReport.from_json(first.to_json())
     assert again.to_json() == first.to_json()
@@ -72,12 +72,12 @@ def test_a_file_or_its_folder_can_be_read_and_saved_again(report, tmp_path):
         assert [path.read_bytes() for path in second] == [path.read_bytes() for path in first]
 
 
-def test_other_spaces_and_another_order_are_no_change(report):
+def test_whitespace_and_key_order_do_not_change_the_digest(report):
     text = json.dumps(report.to_dict(), sort_keys=True, separators=(", ", ":"))
     assert PrivacyReport.from_json(text).to_html() == report.to_html()
 
 
-def test_the_digest_is_what_the_documentation_says(report):
+def test_the_digest_is_the_documented_one(report):
     assert report.to_dict() == resealed(report.to_dict())
 
 
@@ -142,7 +142,7 @@ SPOILT_TEXTS = {
 
 @pytest.mark.parametrize(("spoil", "message"), SPOILT_TEXTS.values(), ids=SPOILT_TEXTS)
 @pytest.mark.hazard("P1", "P7")
-def test_a_text_that_is_not_as_it_was_written_is_rejected(report, spoil, message):
+def test_a_modified_text_is_rejected(report, spoil, message):
     text = report.to_json()
     assert spoil(text) != text
     with pytest.raises(CorruptFileError, match=rf"DPE024. report\.from_json: .*{message}"):
@@ -200,20 +200,20 @@ CHANGED = [
 
 
 @pytest.mark.parametrize(("path", "value", "message"), CHANGED, ids=str)
-def test_a_changed_value_with_a_new_digest_is_rejected_with_its_place(report, path, value, message):
+def test_a_changed_value_with_a_new_digest_is_rejected_with_its_key(report, path, value, message):
     assert_rejected(resealed(changed(report.to_dict(), path, value)), message)
 
 
 @pytest.mark.parametrize("share", [1 - 9e-7, 1 - 1e-7, 1 + 1e-7])
 @pytest.mark.parametrize("path", [("guarantee", "epsilon"), ("guarantee", "mu_gdp"), ("profile", 3, 1)], ids=str)
-def test_a_number_of_this_version_that_is_another_is_rejected(report, path, share):
+def test_a_changed_number_of_this_version_is_rejected(report, path, share):
     value = report.to_dict()
     for key in path:
         value = value[key]
     assert_rejected(resealed(changed(report.to_dict(), path, value * share)), "the rest of the report implies")
 
 
-def test_the_last_bit_of_another_machine_is_taken_as_it_is(report):
+def test_a_rounding_difference_of_another_machine_is_accepted(report):
     epsilon = math.nextafter(report.to_dict()["guarantee"]["epsilon"], math.inf)
     again = PrivacyReport.from_json(json.dumps(resealed(changed(report.to_dict(), ("guarantee", "epsilon"), epsilon))))
     assert again.to_dict()["guarantee"]["epsilon"] == epsilon
@@ -235,14 +235,14 @@ def test_versions_that_contradict_each_other_are_rejected(report, path):
 
 
 @pytest.mark.parametrize("version", ["", "0.1.0\n\n# Checked", " 0.1.0 "], ids=repr)
-def test_a_version_that_is_more_than_a_name_is_rejected(report, version):
+def test_an_invalid_version_string_is_rejected(report, version):
     assert_rejected(by_version(report.to_dict(), version), "is not a version")
 
 
 @pytest.mark.parametrize(
     "variant", ["full-batch", "ordinary", pytest.param("voids-and-clips", marks=pytest.mark.slow), "correlated"]
 )
-def test_a_report_of_another_version_keeps_its_numbers_and_says_whose_they_are(make_facts, variant):
+def test_a_report_of_another_version_keeps_its_numbers_and_names_the_version(make_facts, variant):
     first = PrivacyReport(make_facts(variant)).to_dict()
     document = by_version(first, epsilon=1.1 * first["guarantee"]["epsilon"])
     again = PrivacyReport.from_json(json.dumps(document))
@@ -256,7 +256,7 @@ def test_a_report_of_another_version_keeps_its_numbers_and_says_whose_they_are(m
         assert "lower bound" not in text
 
 
-def test_the_page_of_another_version_lacks_what_would_need_new_numbers(report):
+def test_the_page_of_another_version_omits_sections_that_need_new_numbers(report):
     again = PrivacyReport.from_json(json.dumps(by_version(report.to_dict(), epsilon=4.321)))
     page = again.to_html()
     assert "4.33" in page and "dpengine 7.1" in page
@@ -288,12 +288,12 @@ def test_a_number_of_another_version_below_the_lower_bound_is_rejected(make_fact
     ("variant", "changes", "says"),
     [("not-private", {}, "below .*lower bound"), ("shuffled", {"refusal": None}, "no .* claimed")],
 )
-def test_another_version_cannot_claim_an_epsilon_that_the_history_does_not_have(make_facts, variant, changes, says):
+def test_a_finite_epsilon_of_another_version_is_rejected_if_the_history_has_none(make_facts, variant, changes, says):
     document = PrivacyReport(make_facts(variant)).to_dict()
     assert_rejected(by_version(document, epsilon=3.0, mu_gdp=0.5, advantage=0.4, **changes), says)
 
 
-def test_a_bound_without_amplification_is_held_against_its_own_charges(make_facts):
+def test_a_bound_without_amplification_below_its_lower_bound_is_rejected(make_facts):
     first = PrivacyReport(make_facts("shuffled")).to_dict()
     PrivacyReport.from_json(json.dumps(by_version(first)))
     low = 0.9 * first["guarantee"]["epsilon_unamplified"]
@@ -332,7 +332,7 @@ def test_invalid_fields_of_a_row_are_rejected_by_name(report, path, value, versi
     assert_rejected(resealed(changed(document, path, value)), named)
 
 
-def test_a_file_that_is_not_there_or_no_text_is_named(tmp_path):
+def test_a_missing_or_binary_file_is_named(tmp_path):
     with pytest.raises(CorruptFileError, match=r"privacy_report\.json does not exist"):
         PrivacyReport.load(tmp_path)
     (tmp_path / "picture").write_bytes(b"\xff\xfe")

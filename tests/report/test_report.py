@@ -138,7 +138,7 @@ def test_every_key_is_present_and_no_other(any_facts):
         assert set(item) == {"name", "holds", "evidence"}
 
 
-def test_the_numbers_are_those_of_the_accounting_part(make_facts):
+def test_the_numbers_match_the_accounting_package(make_facts):
     from dpengine.accounting import privacy_spent
 
     facts = make_facts()
@@ -150,7 +150,7 @@ def test_the_numbers_are_those_of_the_accounting_part(make_facts):
     assert (guarantee["advantage"], guarantee["delta"]) == (spent.advantage, 1e-5)
 
 
-def test_infinity_is_a_text_and_nan_nothing(make_facts):
+def test_infinity_is_a_string_and_nan_is_null(make_facts):
     report = strictly_parsed(PrivacyReport(make_facts("not-private", utility={"value": math.nan})).to_json())
     assert report["guarantee"]["epsilon"] == report["guarantee"]["mu_gdp"] == "inf"
     assert {eps for _, eps in report["profile"]} == {"inf"}
@@ -166,11 +166,11 @@ def test_infinity_is_a_text_and_nan_nothing(make_facts):
         ({"num_examples": None}, {"value": None, "public": True}),
     ],
 )
-def test_the_size_says_whether_it_is_public_and_is_withheld_if_not(make_facts, changes, size):
+def test_the_dataset_size_is_reported_only_if_public(make_facts, changes, size):
     assert PrivacyReport(make_facts(**changes)).to_dict()["data"]["n"] == size
 
 
-def test_the_grid_is_named_where_there_is_one(make_facts):
+def test_the_grid_spacing_is_reported_if_the_accountant_has_one(make_facts):
     grids = {
         name: PrivacyReport(make_facts(name)).to_dict()["accounting"]["discretization"]
         for name in ("ordinary", "full-batch", "shuffled", "not-private")
@@ -222,7 +222,7 @@ def test_a_write_that_fails_leaves_the_old_report(make_facts, tmp_path, monkeypa
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_nothing_names_the_machine_its_user_or_a_folder(make_facts, tmp_path, monkeypatch):
+def test_no_file_names_the_machine_its_user_or_a_folder(make_facts, tmp_path, monkeypatch):
     def name_of_the_machine():
         return "tell-tale"
 
@@ -255,14 +255,14 @@ FOUND = AuditReport(
 
 
 @pytest.mark.slow
-def test_without_an_audit_no_form_speaks_of_one(make_facts):
+def test_without_an_audit_no_file_mentions_one(make_facts):
     report = PrivacyReport(make_facts())
     assert "audit" not in report.to_dict()
     for text in (str(report), report.to_markdown(), report.to_html()):
         assert "Audit" not in text
 
 
-def test_every_form_says_what_was_found_and_that_it_is_no_part_of_the_guarantee(make_facts):
+def test_every_file_states_the_audit_result_and_that_it_is_not_a_guarantee(make_facts):
     plain = PrivacyReport(make_facts())
     report = plain.with_audit(FOUND)
     assert report.to_dict()["audit"] == FOUND
@@ -279,7 +279,7 @@ def test_a_violation_is_not_hidden(make_facts):
     assert "REFUTED" in text and "∞" in text
 
 
-def test_the_entry_comes_out_of_json_as_it_went_in(make_facts):
+def test_the_audit_entry_survives_a_json_round_trip(make_facts):
     report = PrivacyReport(make_facts()).with_audit(FOUND)
     again = PrivacyReport.from_json(report.to_json())
     assert again.to_dict() == report.to_dict() and str(again) == str(report)

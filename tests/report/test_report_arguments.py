@@ -73,7 +73,7 @@ def mixed(outputs, targets):
     return F.cross_entropy(outputs - outputs.mean(0), targets)
 
 
-def test_the_light_for_the_loss_shows_whether_it_was_probed():
+def test_the_loss_assumption_shows_whether_the_loss_was_probed():
     loop, other = make_loop(noise_multiplier=1.0), make_loop(noise_multiplier=1.0)
     batch = examples().tensors
     assert of_rows_apart(loop.engine.report())["holds"] == "not checked"

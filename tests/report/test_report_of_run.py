@@ -34,14 +34,14 @@ def trained(**options):
 @pytest.mark.slow
 @pytest.mark.one_in(3, "rate")
 @pytest.mark.parametrize("rate", [0.01, 0.25, 0.9])
-def test_the_light_of_poisson_sampling_is_green_at_every_rate(rate):
+def test_the_poisson_sampling_assumption_holds_at_every_rate(rate):
     loop = trained(noise_multiplier=1.5, target_delta=1e-3, sample_rate=rate)
     lights = loop.engine.report().to_dict()["accounting"]["assumptions"]
     assert next(light for light in lights if "Poisson" in light["name"])["holds"] == "yes"
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE012")
-def test_each_fact_is_that_of_the_run():
+def test_the_report_states_the_settings_of_the_run():
     loop = trained(noise_multiplier=1.5, target_delta=1e-3)
     facts = loop.engine.report().facts
     assert facts.plan == inside.described_plan(loop.engine)
@@ -121,7 +121,7 @@ def test_a_run_without_noise_is_not_private(recwarn):
 
 
 @pytest.mark.slow
-def test_constants_that_were_given_make_it_add_or_remove():
+def test_declared_constants_select_the_add_or_remove_relation():
     constants = {"sample_rate": 0.2, "expected_batch_size": 4, "target_delta": 1e-3}
     report = trained(noise_multiplier=1.5, **constants).engine.report()
     assert report.facts.accounting.relation is Relation.ADD_OR_REMOVE_ONE
@@ -183,7 +183,7 @@ def after_loading(state):
 
 
 @pytest.mark.slow
-def test_loaded_charges_keep_their_sampling_schemes_and_are_unknown_without():
+def test_loaded_charges_keep_their_sampling_schemes_or_are_reported_as_unknown():
     engine = PrivacyEngine()
     external_and_private(True, engine)
     state = engine.state_dict()
@@ -203,7 +203,7 @@ def test_loaded_charges_keep_their_sampling_schemes_and_are_unknown_without():
     assert (resumed.report().facts.other_samplings, sampling_light(resumed)) == ((), "yes")
 
 
-def test_a_ledger_file_keeps_the_sampling_schemes_of_its_runs_and_of_what_is_loaded(tmp_path):
+def test_a_ledger_file_keeps_the_sampling_schemes_of_its_runs_and_of_loaded_charges(tmp_path):
     external = PrivacyEngine()
     external_and_private(True, external)
     engine = PrivacyEngine(ledger=tmp_path / "run.ledger")
@@ -432,5 +432,5 @@ def test_a_state_of_another_unit_is_rejected():
     assert any("another privacy unit" in sentence for sentence in loop.engine.report().facts.excludes)
 
 
-def test_runs_of_one_unit_add_up(two_runs):
+def test_runs_of_one_unit_are_composed(two_runs):
     assert two_runs(UNITS, UNITS).engine.report().facts.accounting.unit == "user"

@@ -16,7 +16,7 @@ def flat(text):
     return " ".join(text.split())
 
 
-def test_a_statement_names_all_that_a_number_needs(make_facts):
+def test_a_statement_contains_every_required_field(make_facts):
     text = flat(statement(make_facts("full-batch")))
     # sqrt(9) / 4 is a mu of 0.75: epsilon 3.14680 at 1e-5, advantage 29.234 %.
     for part in (
@@ -40,7 +40,7 @@ def test_a_statement_names_all_that_a_number_needs(make_facts):
 
 
 @pytest.mark.hazard("D4")
-def test_statement_and_guarantees_say_that_preprocessing_fitted_to_rows_is_not_paid_for(make_facts):
+def test_statement_and_guarantees_exclude_preprocessing_fitted_to_the_data(make_facts):
     assert "preprocessing that was fitted to rows" in flat(statement(make_facts()))
     not_covered = GUARANTEES.read_text(encoding="utf-8").split("**Not covered.**")[1].split("##")[0]
     assert "for preprocessing" in " ".join(not_covered.split())
@@ -93,7 +93,7 @@ def test_holds_whatever_the_history_of_a_shuffled_run(make_facts, history):
     assert text.startswith("ε not claimed: Poisson assumption not met")
 
 
-def test_one_shuffled_step_in_a_poisson_run_takes_the_claim_away(make_facts):
+def test_one_shuffled_step_in_a_poisson_run_removes_the_epsilon(make_facts):
     history = (Charge(PoissonGaussianEvent(0.02, 1.5), 9), Charge(UnclaimedEvent("shuffled"), 1))
     assert statement(make_facts(history=history)).startswith("ε not claimed: Poisson assumption not met (shuffled)")
 
@@ -122,7 +122,7 @@ def test_without_noise_epsilon_is_infinite_and_the_run_not_private(make_facts, c
     assert report.to_dict()["guarantee"]["epsilon"] == "inf"
 
 
-def test_a_seed_stamps_every_epsilon(make_facts):
+def test_every_epsilon_of_a_seeded_run_is_stamped(make_facts):
     facts = make_facts("seeded")
     report = PrivacyReport(facts)
     for text in (statement(facts).splitlines()[0], repr(report)):
