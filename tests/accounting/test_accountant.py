@@ -1,4 +1,4 @@
-"""Questions to all accountants, the trade-off curve, and the first accountant that answers."""
+"""Queries that all accountants share, the trade-off curve, and the choice of the first applicable accountant."""
 
 import itertools
 import math
@@ -239,7 +239,7 @@ def test_first_answer_uses_the_first_applicable_accountant():
 
 
 def test_an_infinite_epsilon_is_retried_with_the_next_accountant():
-    tiny = (Charge(PoissonGaussianEvent(1e-7, 1e-160)),)  # the example takes part less often than delta
+    tiny = (Charge(PoissonGaussianEvent(1e-7, 1e-160)),)  # the sampling rate is below delta
     assert first_answer(tiny, DELTA, ("rdp",)).epsilon == math.inf
     answer = first_answer(tiny, DELTA, ("rdp", "pld"))
     assert (answer.epsilon, answer.accountant_used) == (0.0, "pld")

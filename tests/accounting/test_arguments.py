@@ -1,4 +1,4 @@
-"""Each number that is out of range is refused with the argument's name, whatever its size."""
+"""Arguments out of range raise an error with the argument's name."""
 
 import math
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""Batches that are cut, batches of one size, units with several rows, and the best of several runs."""
+"""Events of truncated batches, fixed-size batches, units with several examples, and hyperparameter selection."""
 
 import itertools
 import json
@@ -62,7 +62,7 @@ def test_the_library_agrees_on_truncated_batches_and_mixtures(event, steps):
 
 @pytest.mark.hazard("S9")
 def test_truncation_probabilities_match_enumeration():
-    """Seven rows, one of them ours; how often the others fill the batch, and how often we are in it then."""
+    """Enumerates seven examples: P(the other six fill the batch), and P(the seventh is included | full)."""
     n, q, most = 7, 0.4, 2
     full = taken = 0.0
     for pattern in itertools.product([0, 1], repeat=n):
@@ -77,7 +77,7 @@ def test_truncation_probabilities_match_enumeration():
 
 
 def test_rare_batches_below_the_truncation_size_raise_epsilon():
-    """At a tiny delta one batch in 10**9 that is not full decides: its example is alone with the noise."""
+    """At a tiny delta, one batch in 10**9 below the truncation size determines epsilon."""
     n, q, most, sigma, delta = 30, 0.52, 1, 10.0, 1e-15
     room = (1 - q) ** (n - 1)
     alone = epsilon_of((Charge(PoissonGaussianEvent(q, sigma)),), delta / room)
@@ -107,7 +107,7 @@ SHORT = MixtureGaussianEvent(1.0, (0.0, 1.0), (0.99, 0.01 - 9e-10))
 
 
 def short_delta(eps, steps=1):
-    """Delta of SHORT: what its probabilities miss of 1 is an atom at infinite loss."""
+    """Delta of SHORT: 1 minus the sum of its probabilities is an atom at infinite loss."""
     absent, present = SHORT.probabilities
     missing = float(1 - Fraction(absent) - Fraction(present))
     if steps > 1:  # no finite loss is as large as the epsilons of this test
@@ -165,7 +165,7 @@ def test_the_pair_of_fixed_size_subsets_matches_the_theorem_in_both_directions(r
     x = np.linspace(-14 * s - 1, 14 * s + 2, 400_001)
     subset = (1 - rate) * normal(x, 0, s) + rate * normal(x, 1, s)
     masses = pair.masses(np.linspace(-14 * s, 14 * s, 200_001))
-    # Above 1: the subset against none of it; below 1: the roles exchanged. Both by the densities themselves.
+    # Both directions, by quadrature of the densities.
     assert np.maximum(masses.p - math.exp(eps) * masses.q, 0).sum() == pytest.approx(
         integrated(subset, normal(x, 0, s), eps, x), abs=1e-6
     )
@@ -252,7 +252,7 @@ def test_tuning_costs_more_than_a_run_and_little_for_many_runs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("event", [TRUNCATED, MIXTURE], ids=["cut", "mixture"])
+@pytest.mark.parametrize("event", [TRUNCATED, MIXTURE], ids=["truncated", "mixture"])
 def test_epsilon_of_mixed_events_is_invariant_to_order_and_splits(event):
     beside, relation = Charge(PoissonGaussianEvent(0.02, 1.5), 30), RELATION[event]
     whole = epsilon_of((Charge(event, 20), beside), 1e-5, relation=relation)

@@ -1,4 +1,4 @@
-"""Losses cut into a bulk and jumps: never below the truth, and close to it where nothing else is."""
+"""Bounds from splitting losses into a bulk and jumps: never below the true delta, and close to it."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def test_delta_is_never_below_the_truth(row):
     assert max(law.log_delta(epsilon)[0] for law in laws) > log_delta
 
 
-LOOSE = [  # what one lattice for all losses left 0.1 % to 5 % above the best guess, or far above
+LOOSE = [  # cases in which a single lattice for all losses overestimated by 0.1 % to 5 %, or far more
     (0.70927, 2.4672e-5, 60679, 8.54e-13, "add_remove"),
     (1.6776, 0.0024414, 21223, 6.86e-51, "add_remove"),
     (1.75, 1.4e-7, 445189, 1e-70, "add_remove"),
@@ -63,7 +63,7 @@ def test_the_upper_bound_is_close_where_bulk_and_jumps_both_count(sigma, rate, s
     lower, _, upper = epsilon_bounds(
         noise_multiplier=sigma, sample_rate=rate, steps=steps, delta=delta, relation=relation
     )
-    best = min(  # with other lattices, each a bound itself
+    best = min(  # lattices differ between counts, and each gives a bound
         lattice._smallest_epsilon(law, math.log(delta), upper)
         for points in (2**11, 2**12)
         for law in [forced([(rate, sigma, steps)], DIRECTIONS[RELATIONS[relation]][0], upper, math.log(delta), points)]
@@ -98,7 +98,7 @@ def test_bulk_and_jumps_together_keep_both_masses(direction, cut):
 
 @pytest.mark.parametrize("sigma", [0.02, 0.05])
 def test_losses_without_a_bulk_have_a_bound(sigma):
-    # Once an answer with a slope beyond all reason asked for a lattice of 10^134 points.
+    # Regression: an extreme slope of the estimate required a lattice of 10^134 points.
     run = {"noise_multiplier": sigma, "sample_rate": 0.5, "steps": 100, "delta": 1e-10}
     lower, _, upper = epsilon_bounds(**run)
     assert 0 < lower <= upper <= 1.001 * lower

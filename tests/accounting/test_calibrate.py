@@ -40,7 +40,7 @@ def test_earlier_charges_are_composed():
 
 
 def assert_is_tight(found, target, delta, rate, accountant="pld", relation=Relation.ADD_OR_REMOVE_ONE, tol=1e-5):
-    """The returned noise keeps to the target by the reporting accountant, and a little less noise does not."""
+    """Asserts that the returned noise meets the target by the reporting accountant and slightly less noise does not."""
 
     def reported(sigma):
         return epsilon(
@@ -73,7 +73,7 @@ def check_random_target(rng, accountant):
             target_epsilon=target, target_delta=delta, sample_rate=rate, steps=case["steps"], accountant=accountant
         )
     except CalibrationError:
-        assert accountant == "rdp"  # its orders end; the loss distribution reaches every one of these targets
+        assert accountant == "rdp"  # its orders are bounded; the PLD accountant reaches all of these targets
         return
     assert found.accountant_used == accountant
     if found.noise_multiplier > 0.01:
@@ -120,7 +120,7 @@ def test_two_hundred_random_targets_are_met():
 def test_runs_without_sampling_are_calibrated_too(accountant, relation):
     for target, delta, steps in [(1.0, 1e-5, 100), (0.01, 1e-9, 3), (30.0, 1e-6, 10_000)]:
         if accountant == "rdp" and target == 0.01:
-            continue  # below what its orders reach
+            continue  # below the smallest epsilon of its orders
         arguments = {"sample_rate": 1.0, "steps": steps, "accountant": accountant, "relation": relation}
         found = calibration(target_epsilon=target, target_delta=delta, **arguments)
         assert_is_tight(found, target, delta, 1.0, accountant, relation)

@@ -1,4 +1,4 @@
-"""The hardest settings of the table of truths are answered within seconds, and in memory that any machine has."""
+"""Time and memory of accounting in the hardest settings of the table of true epsilons."""
 
 import json
 import os
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = json.loads((ROOT / "benchmarks" / "accounting_truths.json").read_text())["settings"]
-MOST_SECONDS, MOST_BYTES = 10.0, 1.5e9  # of the processor, for each setting; of all that the process ever had
+MOST_SECONDS, MOST_BYTES = 10.0, 1.5e9  # CPU seconds for each setting; peak memory of the process
 ASK = """
 import json, resource, sys, time
 from dpengine.accounting import Charge, Relation, bounds_of, release_event

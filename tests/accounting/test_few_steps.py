@@ -1,6 +1,6 @@
-"""Few releases whose losses are mostly tiny and rarely large, so that no tilt brings them to one size.
+"""Few steps whose losses are mostly tiny and rarely large, so that no tilt makes them comparable.
 
-The oracle convolves losses directly, without an FFT. They go to a plain lattice, each cell's mass to its two ends so
+The oracle convolves losses directly, without an FFT. Each cell's mass is split between its two lattice points, so
 that the masses of both distributions are kept; sums of products of positive numbers lose no digits. The error of the
 lattice falls with the square of its spacing, and is extrapolated away.
 """
@@ -56,7 +56,7 @@ class Convolution:
         return float(np.logaddexp(top + math.log(np.exp(terms - top).sum()), math.log(max(self.infinite, 1e-320))))
 
     def epsilon(self, delta):
-        """By halving."""
+        """By bisection."""
         low, high = 0.0, float(self.loss[-1]) * (1 - 1e-9)
         for _ in range(80):
             middle = (low + high) / 2
@@ -65,7 +65,7 @@ class Convolution:
 
 
 def power(law, lowest, steps, cells):
-    """The law of a sum of so many losses, up to ``cells`` and its lowest place, by squaring."""
+    """Distribution of a sum of losses up to index ``cells``, and its lowest index, by repeated squaring."""
     found, first = np.ones(1), 0
     square, square_first = law, lowest
     while steps:
@@ -110,7 +110,7 @@ def output(rate, sigma, y):
 
 
 def highest(rate, sigma, steps, delta, least):
-    """A loss above which next to nothing of delta is left."""
+    """A loss above which the contribution to delta is negligible."""
     most = 5 * least
     while log_tail(rate, sigma, most) > math.log(delta / steps) - 16:
         most *= 1.5
@@ -118,7 +118,7 @@ def highest(rate, sigma, steps, delta, least):
 
 
 def convolved(rate, sigma, steps, delta, about, cells=2**13):
-    """Epsilon, given about what it is, and about the error of the answer."""
+    """Epsilon by convolution and its approximate error, from an approximate epsilon."""
     most = highest(rate, sigma, steps, delta, about)
     coarse, fine = (Convolution(rate, sigma, steps, most, n).epsilon(delta) for n in (cells // 2, cells))
     return fine - (coarse - fine) / 3, abs(coarse - fine) / 3
@@ -167,7 +167,7 @@ def test_convolution_and_fft_agree_where_both_are_computable():
             lattice._largest_epsilon(
                 lattice.convolved(parts, -by_fft, most * by_fft, 2**13, above=False), np.log(delta), 1.01 * by_fft
             )
-            for most in (4.0, 1.05)  # what lies above the window must not count as more than it is
+            for most in (4.0, 1.05)  # the mass above the window must not be overestimated
         )
     assert by_fft * (1 - 1e-5) < by_convolution < by_fft * (1 + 3e-3)
     assert 0.99 * by_fft < from_below < by_fft * (1 - 1e-9)

@@ -1,4 +1,4 @@
-"""The oracle is the closed form in 60-digit arithmetic."""
+"""Gaussian DP, against the closed form in 60-digit arithmetic."""
 
 import math
 

@@ -189,7 +189,7 @@ def test_a_history_that_adds_up_to_more_than_can_be_counted_is_rejected():
         epsilon_of(history, 1e-5)
     few = [
         Charge(PoissonGaussianEvent(0.1 + i / 1e4, 1.0), 2**54) for i in range(200)
-    ]  # more kinds than are kept apart
+    ]  # more distinct events than are kept separate
     assert 2**54 < epsilon_of(few, 1e-5, "rdp") < 1e22
 
 

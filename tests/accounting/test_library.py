@@ -1,4 +1,4 @@
-"""Results of the dp-accounting library, and the cases in which they are not passed on."""
+"""Accountants of the dp-accounting library, and the cases in which their results are rejected."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""Histories of many kinds of releases, against the same without merging, and the sketches that choose for them."""
+"""Histories with many distinct events: merged against unmerged epsilon, and the sketches that choose tilts."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
-"""Runs without a closed form: their losses, what simulated ones verify, and how histories with them are judged.
+"""Runs without a closed form: simulated losses, verified deltas, and composition with other events.
 
-Statistical tests say how many standard errors they allow; with fixed seeds they do not flicker.
+Statistical tests state how many standard errors they allow. Their seeds are fixed.
 """
 
 import itertools
@@ -39,7 +39,7 @@ def matrix_of(event):
 
 
 def patterns(event):
-    """All participation patterns with their probabilities, by the words of the laws."""
+    """All participation patterns with their probabilities, by the definition of each scheme."""
     steps, b, p = event.steps, event.cycle_length, event.sample_rate
     if event.scheme != "b-min-sep":
         for group in range(b):
@@ -144,7 +144,7 @@ def test_without_bands_the_estimate_is_the_delta_of_sampled_gaussians(scheme, ep
     event = run(scheme, apart=1, steps=20, coefficients=(1.0,))
     drawn = tally.simulation(event, 100_000, 7)
     truth = delta_of((Charge(PoissonGaussianEvent(0.4, 2.0), 20),), epsilon)
-    error = math.sqrt(truth * (1 - truth) / 100_000)  # at most that of a coin
+    error = math.sqrt(truth * (1 - truth) / 100_000)  # binomial standard error
     assert abs(drawn.estimate(epsilon, tally.no_release) - truth) < 4 * error + 2e-4 * truth
 
 
@@ -252,10 +252,10 @@ def test_columns_that_make_a_toeplitz_strategy_are_the_same_run():
     assert found[0] == found[1] and (event.bands, dense.bands) == (3, 3)
 
 
-GAUSSIAN = SampledMatrixEvent(2.0, "balls-in-bins", 1, 1, (1.0,))  # one bin: everybody takes part
+GAUSSIAN = SampledMatrixEvent(2.0, "balls-in-bins", 1, 1, (1.0,))  # one bin: every example is included
 
 
-@pytest.mark.parametrize("beside", [(), (Charge(GaussianEvent(1.5)),)], ids=["alone", "composed"])
+@pytest.mark.parametrize("beside", [(), (Charge(GaussianEvent(1.5)),)], ids=["single", "composed"])
 def test_a_run_composes_with_other_releases(beside):
     drawn = tally.simulation(GAUSSIAN, 200_000, 3)
     history = compose((*beside, Charge(GAUSSIAN)))

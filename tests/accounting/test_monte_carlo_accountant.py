@@ -1,4 +1,4 @@
-"""Histories with a run that needs simulation: how the accountant `monte_carlo` judges them, and no other does."""
+"""Histories with a run that needs simulation, which only the accountant `monte_carlo` supports."""
 
 import json
 import math
@@ -45,7 +45,7 @@ from .simulated_runs import BANDS, DENSE, run
 
 @pytest.fixture
 def few(monkeypatch):
-    """The accountant with so few samples that tests can use it."""
+    """The accountant with a sample count small enough for tests."""
     monkeypatch.setattr(monte_carlo, "MAX_SAMPLES", 20_000)
 
 

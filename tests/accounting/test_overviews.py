@@ -1,4 +1,4 @@
-"""Terminals and notebooks show the engine, the loader, the ledger and the report; private values are left out."""
+"""Reprs and notebook tables of engine, loader, ledger and report omit private values."""
 
 import re
 

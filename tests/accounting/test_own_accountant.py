@@ -1,4 +1,4 @@
-"""An accountant of the user's own: what it must be, what it is asked, and how its values are checked."""
+"""Custom accountants: required members, the calls that they receive, and checks of their results."""
 
 import math
 from fractions import Fraction
@@ -42,7 +42,7 @@ UNSAMPLED = (Charge(GaussianEvent(30.0), 40),)
 
 
 class Through:
-    """A built-in accountant through the contract, with the kinds of events that it was asked about."""
+    """Wraps a built-in accountant in the custom interface and records the event types of each call."""
 
     def __init__(self, accountant):
         self.name, self.accountant, self.asked = f"{accountant} through the contract", accountant, set()
@@ -60,7 +60,7 @@ class Through:
 
 
 class Says:
-    """Gives one value for all questions."""
+    """Returns one value for all calls."""
 
     name = "says"
 
@@ -133,7 +133,7 @@ def test_an_accountant_without_bounds_has_none_and_no_grid():
     assert discretization_of(SAMPLED, 1e-5, Plain()) is None
 
 
-# What the library answers by itself
+# Cases that do not reach the custom accountant
 
 
 def test_a_release_without_noise_a_claim_or_a_charge_is_not_left_to_the_accountant():

@@ -212,7 +212,7 @@ def test_extreme_noise_gives_a_bound(sigma, relation):
 
 
 def truth_of(rate, sigma, steps, delta):
-    """By a closed form where there is one, else by a contour integral."""
+    """By a closed form if there is one, else by a contour integral."""
     if rate == 1:
         return gaussian(math.sqrt(steps) / sigma, delta)
     if steps == 1:
@@ -221,7 +221,7 @@ def truth_of(rate, sigma, steps, delta):
 
 
 def random_setting(rng, most=math.inf):
-    """One over the whole range whose truth can be found and is in range."""
+    """Draws a setting from the whole range whose true epsilon is computable and in range."""
     while True:
         rate, sigma = 10 ** rng.uniform(-7, 0), 10 ** rng.uniform(-1, 3)
         steps = 1 if rng.random() < 0.3 else int(10 ** rng.uniform(2, 6))
@@ -277,7 +277,7 @@ def test_bounds_hold_at_random_settings():
     [
         (5e-4, 0.024, 4e-5),  # the tail of Q underflows
         (0.0545, 0.02206, 3.68e-4),
-        (5.82e-5, 0.028968, 2.06e-9),  # it is a number without all of its digits
+        (5.82e-5, 0.028968, 2.06e-9),  # subnormal: finite, with reduced precision
         (4.6e-5, 0.028302, 5.47e-8),
         (0.9, 0.0201, 0.5),
     ],
@@ -322,7 +322,7 @@ def test_sampled_releases_of_several_kinds_are_met_from_above():
     "kinds",
     [
         [(1.0, 0.6, 13_069), (0.00514, 421.0, 1)],  # under Q, losses above 700 have no mass in float64
-        [(1.0, 2.343, 3), (0.0506, 224.6, 933), (0.00196, 0.2967, 10)],  # of one kind, nothing counts
+        [(1.0, 2.343, 3), (0.0506, 224.6, 933), (0.00196, 0.2967, 10)],  # one of the events contributes nothing
     ],
 )
 def test_kinds_of_very_different_losses_compose(kinds):

@@ -1,4 +1,4 @@
-"""Properties that hold at every legal setting, drawn at random: few examples here, many more by night."""
+"""Properties of epsilon at random valid settings: few draws by default, many more in the nightly run."""
 
 import functools
 import math
@@ -39,7 +39,7 @@ PROPERTIES = {}
 
 
 def holds(examples, **drawn):
-    """Checks a property at so many settings, and by night at 8 times as many."""
+    """Checks a property at the given number of settings, and at 8 times as many in the nightly run."""
 
     def decorate(check):
         def run(times):
@@ -115,7 +115,7 @@ def test_the_ends_of_the_range_are_accepted(rate, sigma, steps, delta):
         assert 0 <= delta_of(history, eps) <= 1
 
 
-# What costs more
+# Monotonicity
 
 
 MORE = {
@@ -162,7 +162,7 @@ def test_epsilon_is_invariant_to_order_and_splits(runs, delta, data):
         assert epsilon_of(other, delta, accountant) == epsilon_of(history_of(*runs), delta, accountant)
 
 
-# Inverse questions
+# Inverse queries
 
 
 @holds(3, run=RUNS, delta=DELTAS, relation=RELATIONS)
@@ -208,7 +208,7 @@ def test_steps_within_a_budget_by_rdp_fit_and_one_more_does_not(target, delta, r
 
 
 class Exact:
-    """A pair by the normal law of scipy, its loss and its cuts by root finding."""
+    """Dominating pair by the normal distribution of scipy; losses are inverted by root finding."""
 
     def __init__(self, rate, sigma, direction):
         self.rate, self.sigma = rate, sigma
@@ -268,7 +268,7 @@ PAIRS = {
 
 
 def lattices(rate, sigma, direction, steps):
-    """The pair, a lattice about its losses, and cells of every point and of the kind that accountants take."""
+    """The pair, a lattice around its losses, and two sets of cells: every point, and those that accountants use."""
     pair = LossPair(rate, sigma, direction)
     low, high = (float(end) for end in pair.loss(np.array(pair.reach(1e-9))))
     step = (high - low) / steps
@@ -319,7 +319,7 @@ def test_one_discrete_pair_dominates_and_another_is_dominated_at_every_epsilon(r
     reach=st.floats(1.5, 6),
 )
 def test_convolved_sums_bracket_the_truth(rate, sigma, count, direction, times, reach):
-    """The window is a short one, so that much lies above it."""
+    """The window is short, so that much mass lies above it."""
     pair = LossPair(rate, sigma, direction)
     eps = times * rate / sigma * math.sqrt(count)
     above, below = (
@@ -329,7 +329,7 @@ def test_convolved_sums_bracket_the_truth(rate, sigma, count, direction, times, 
     try:
         truth = Contour([(rate, sigma, count)], direction.value).log_delta(eps)
     except ArithmeticError:
-        truth = below  # so small that the integral does not tell
+        truth = below  # below the accuracy of the integral
     assert below - 1e-7 <= truth <= above + 1e-7
 
 

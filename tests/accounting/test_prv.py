@@ -1,4 +1,4 @@
-"""The bracket of ``prv`` must hold the truth: closed forms, contour integrals, quadrature, and what ``pld`` finds."""
+"""The bracket of ``prv`` contains the truth by closed forms, contour integrals, quadrature and ``pld``."""
 
 import itertools
 import math

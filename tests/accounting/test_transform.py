@@ -1,4 +1,4 @@
-"""The low frequencies alone, and tails summed by them, are what a whole FFT gives; caches keep to their memory."""
+"""Low-frequency transforms and tail sums match a full FFT; caches stay within their memory limit."""
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ def test_tails_by_frequency_are_tails_by_mass(tilt, start):
     first, step, gap = -3000, 1e-3, 4e-4
     low = np.zeros(SIZE // 2 + 1, dtype=complex)
     k = np.arange(300)
-    low[:300] = np.exp(-((k / 60) ** 2) / 2 - 2j * np.pi * k * 9000 / SIZE)  # a bell about place 9,000
+    low[:300] = np.exp(-((k / 60) ** 2) / 2 - 2j * np.pi * k * 9000 / SIZE)  # a bell around index 9,000
     by_frequency = tail_sums(low[:300], first, SIZE).tail(start, gap, step, tilt)
     by_mass = tail_sums(low, first, SIZE).tail(start, gap, step, tilt)
     doubt = by_frequency.rounding + by_mass.rounding + 1e-14

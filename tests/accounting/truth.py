@@ -1,4 +1,4 @@
-"""Epsilon to ten digits and more, by ways that share nothing with the accountants: closed forms, a contour integral.
+"""Epsilon to ten or more digits, independent of the accountants: closed forms and a contour integral.
 
 With L the loss of a release under P, ``M(z) = E_P[e^(z L)]`` and S the sum over k independent releases,
 
@@ -53,7 +53,7 @@ def below(z):
 
 
 def least_epsilon(delta_at, delta, digits):
-    """By halving, in all digits."""
+    """By bisection, to full precision."""
     target = mpmath.mpf(delta)
     if delta_at(mpmath.mpf(0)) <= target:
         return 0.0
@@ -102,7 +102,7 @@ class Contour:
         total = np.zeros(len(z), dtype=complex)
         for p, loss, count in self.kinds:
             exponent = p + z.real.max() * loss
-            there = exponent > exponent.max() - 60  # the rest does not count
+            there = exponent > exponent.max() - 60  # the rest is negligible
             pieces = np.array_split(z, max(1, len(z) * int(there.sum()) // 4_000_000))
             one = [np.exp(piece[:, None] * loss[there] + p[there] - exponent.max()).sum(axis=1) for piece in pieces]
             total += count * (np.log(np.concatenate(one)) + exponent.max())

@@ -1,4 +1,4 @@
-"""A small private training to audit, and an engine with a planted fault."""
+"""A small private run to audit, and an engine with a planted bug."""
 
 from collections.abc import Callable
 
@@ -55,7 +55,7 @@ def losses(model, batch):
 
 
 def halve_noise(monkeypatch, factor=0.5):
-    """PB-1: the noise of every mechanism is less than it says."""
+    """PB-1: every mechanism adds half of the stated noise."""
     for mechanism in (GaussianNoise, CorrelatedNoise):
         right = mechanism.add
 

@@ -1,4 +1,4 @@
-"""Canaries in a run: one that is in adds exactly the threshold along its direction, one that is out adds nothing."""
+"""Canaries in a run: an included canary adds the clipping norm along its direction, an excluded one adds nothing."""
 
 import itertools
 
@@ -52,7 +52,7 @@ def watched(kind="gradient", *, steps=1, reduction="mean", sample_rate=1.0, nois
 
 
 def sum_of(model, data):
-    """The clipped sum of a loop over rows, as one vector."""
+    """The clipped sum of a loop over samples, as one vector."""
     inputs, labels = data
     gradients = per_sample_gradients(model, cross_entropy, (inputs,), labels)
     total = clipped_sum(gradients, (1 - SLACK) * NORM)
@@ -97,7 +97,7 @@ def test_an_input_canary_that_is_out_has_a_gradient_of_zero(mode):
 
 
 def test_a_sample_without_a_finite_gradient_is_dropped_along_with_excluded_canaries():
-    # A strategy that holds one set of dropped rows must not forget those that are out.
+    # A grad mode with a set of dropped samples must also drop the excluded canaries.
     data = rows()
     data.tensors[0][3] = float("nan")
     canaries_at = np.full(100, -1)

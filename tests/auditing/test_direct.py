@@ -1,4 +1,4 @@
-"""The direct detectors on a correct engine and on models of a user, and the statistics that they use."""
+"""Direct detectors on a correct engine and on user models, and their test statistics."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def images(**options):
     return make
 
 
-SLOW = dict.fromkeys(("DR", "DS", "DF", "DN"), pytest.mark.slow)  # the tests of the command look at less
+SLOW = dict.fromkeys(("DR", "DS", "DF", "DN"), pytest.mark.slow)  # the command-line tests use smaller samples
 
 
 @pytest.mark.parametrize("code", [pytest.param(code, marks=SLOW.get(code, ())) for code in DETECTORS])

@@ -23,7 +23,7 @@ SEEDS = 100
 MOST_WRONG = int(stats.binom(SEEDS, 0.05).isf(1e-6))  # bounds at alpha = 0.05 that may be too high
 
 
-@functools.cache  # seeds share counts, and the bound hangs on counts alone
+@functools.cache  # seeds share counts, and the bound depends only on counts
 def both_bounds(guesses, delta):
     return epsilon_from_guesses(guesses, delta=delta, alpha=0.05), mu_from_guesses(guesses, alpha=0.05)
 
@@ -62,7 +62,7 @@ def test_random_guesses_give_a_lower_bound_of_zero():
 
 
 def slow_refutes(curve, guesses, alpha):
-    """The recursion over all counts, as the paper writes it: lists, and from the end to the start."""
+    """Recursion over all counts as in the paper, with lists, from the last count to the first."""
     m, made, right = guesses.canaries, guesses.made, guesses.right
     r, h = [0.0] * (right + 1), [0.0] * (right + 1)
     r[right], h[right] = alpha * right / m, alpha * (made - right) / m
@@ -100,7 +100,7 @@ def test_the_bound_exceeds_the_epsilon_of_randomized_response_at_most_at_rate_al
         found.append(both_bounds(guess(said.astype(float), coins, 60), 0.0)[0])
         wrong += found[-1] > epsilon
     assert wrong <= MOST_WRONG
-    assert np.median(found) > 0.2 * epsilon  # it bounds something
+    assert np.median(found) > 0.2 * epsilon  # the bound is not vacuous
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The privacy audit over our own engine and its verdict: never above the claim, and a planted fault is detected."""
+"""One-run privacy audit of our own engine: bounds stay below the claim, and planted bugs are detected."""
 
 import dataclasses
 import json

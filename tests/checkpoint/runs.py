@@ -20,7 +20,7 @@ def loader(rows=ROWS, batch_size=30):
 
 
 class Run:
-    """An engine with its run, trained some steps at a time; keeps which examples took part in which step."""
+    """An engine with its run, trained some steps at a time; records which examples each step included."""
 
     def __init__(self, *, seed=None, model=None, data=None, optimizer=torch.optim.Adam, **settings):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: tensors and plain values come back as they were, folders are there as a whole."""
+"""Checkpoint files: round trips of tensors and plain values, and atomic writes of folders."""
 
 import json
 import math
@@ -169,7 +169,7 @@ def contents(folder):
 
 
 def write(where, files, secret):
-    """A whole folder, as ``save`` does it."""
+    """Writes a complete folder as ``save`` does."""
     new = folders.begin(where, secret_folder="private")
     for name, data in files.items():
         folders.write(new / name, lambda path, data=data: path.write_bytes(data), secret=False)
@@ -183,7 +183,7 @@ class Dead(Exception):
 
 
 def dying(function, calls):
-    """The function, until so many calls were made of all that share the counter."""
+    """Wraps a function to raise ``Dead`` once the shared call counter is used up."""
 
     def call(*arguments, **options):
         calls[0] -= 1

@@ -23,7 +23,7 @@ from dpengine.noise import BandMF
 
 
 def assert_load_raises(run, folder, error, message):
-    """The run is as it was before."""
+    """Asserts that the load raises and leaves the run unchanged."""
     before = run.weights
     with pytest.raises(error, match=message):
         run.resumed(folder)
@@ -60,7 +60,7 @@ def test_a_checkpoint_of_another_run_is_rejected(tmp_path, settings, says):
 
 
 class Shaken(torch.utils.data.Dataset):
-    """Examples that are others each time they are read."""
+    """Data set whose examples differ at each read."""
 
     def __init__(self):
         self.rows = loader().dataset

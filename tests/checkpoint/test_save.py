@@ -1,4 +1,4 @@
-"""A run that is saved and gone on with is the run that its plan says, and draws nothing twice."""
+"""Resumed runs follow their plan and reuse no batches or noise."""
 
 import contextlib
 import itertools
@@ -80,7 +80,7 @@ def test_a_resumed_seeded_run_equals_an_uninterrupted_one(tmp_path, noise):
 
 
 def still(name, engine=None):
-    """A run whose weights move by noise alone."""
+    """A run whose weights change only by noise."""
     cycles = {"banded": 3, "column-normalised": 3}.get(
         name, 4 if name in ("blt", "banded inverse", "lambda-cgd") else 1
     )
@@ -146,7 +146,7 @@ def test_noise_restarts_unless_nothing_released_since_is_passed(tmp_path, name, 
 @pytest.mark.parametrize("noise", [BandMF(num_bands=4), BLT(num_buffers=1), BandedInverse(num_bands=2)], ids=str)
 @pytest.mark.hazard("P2")
 def test_each_branch_of_a_rolled_back_run_is_charged(tmp_path, noise):
-    """Whoever takes part in each of them was released so often: as in a run of so many passes."""
+    """An example included in every branch participates once per branch, as in a run of as many epochs."""
     settings = {"noise": noise, "steps": 12, "epochs": None}
     run = Run(**settings).train(1).saved(tmp_path / "run")
     once = run.engine.epsilon
@@ -214,7 +214,7 @@ def test_another_matrix_is_not_continued(tmp_path):
 
 @pytest.fixture
 def accelerator(monkeypatch):
-    """Lets the CPU, in the place of an accelerator, draw an accelerator's noise while True is passed."""
+    """Makes the CPU draw the noise of an accelerator while True is passed."""
 
     def install(drawn_there):
         monkeypatch.setattr(noise_source, "_GENERATOR_DEVICES", ("cpu",) if drawn_there else ("cuda",))

@@ -1,4 +1,4 @@
-"""Checkpoints that were changed and sealed again, and those of other versions: a run or a typed error.
+"""Checkpoints changed and sealed again, or of other versions, load or raise a typed error.
 
 ``version_2`` was written by ``stored_run().train(3).saved(folder)``, of the first version that had these files.
 """
@@ -30,7 +30,7 @@ STORED = sorted(Path(__file__).parent.glob("version_*"))
 
 
 class Sealed:
-    """The files of a checkpoint, of which one value is exchanged."""
+    """Checkpoint files with one value replaced."""
 
     def __init__(self, folder):
         self.folder, self.metadata, self.tensors = folder, {}, {}
@@ -106,7 +106,7 @@ def momentum(parameters, lr):
 
 
 def stored_run():
-    """A seed, so that the key is no secret; an optimizer and a matrix that keep states."""
+    """Returns a seeded run (so the key is not secret) with a stateful optimizer and noise matrix."""
     return Run(seed=1, optimizer=momentum, noise=BandMF(num_bands=2, strategy=(1.0, 0.5)))
 
 

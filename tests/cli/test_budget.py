@@ -1,4 +1,4 @@
-"""``calibrate`` and ``epsilon`` print statements, and their numbers are those of the design's reference table."""
+"""``calibrate`` and ``epsilon`` print full statements with the numbers of the reference table."""
 
 import json
 import re
@@ -150,7 +150,7 @@ def test_calibrate_accepts_a_relation(capsys):
         json.loads(printed(capsys, "calibrate", "--epsilon", "1", *rest, "--relation", name))["noise_multiplier"]
         for name in ("zero-out", "replace-one")
     ]
-    assert sigma[1] == pytest.approx(2 * sigma[0], rel=1e-4)  # a row that is replaced moves a sum twice as far
+    assert sigma[1] == pytest.approx(2 * sigma[0], rel=1e-4)  # replacing an example has twice the sensitivity
 
 
 def test_add_remove_is_rejected_if_a_value_is_derived_from_the_number_of_examples(capsys):

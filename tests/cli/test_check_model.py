@@ -1,4 +1,4 @@
-"""``dpengine check`` says no, by its exit code too, where something blocks private training."""
+"""``dpengine check`` reports what blocks private training and exits with 1."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""``dpengine doctor`` fits one screen, and names no file of the user."""
+"""``dpengine doctor`` prints versions and no paths, host or user names."""
 
 import getpass
 import json

@@ -1,4 +1,4 @@
-"""Every command has help with an example, and exit codes are 0 for done, 1 for no, 2 for a wrong call."""
+"""Every command has help with an example. Exit codes: 0 for success, 1 for failure, 2 for a usage error."""
 
 import io
 import json

@@ -60,7 +60,7 @@ def test_out_selects_the_output_folder(engine, tmp_path):
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "{}", '{"ledger": {"schema": 7}, "delta": 1e-5, "accountant": "pld"}'],
-    ids=["empty", "cut", "a-list", "nothing", "other-ledger"],
+    ids=["empty", "truncated", "a-list", "nothing", "other-ledger"],
 )
 def test_a_damaged_state_exits_with_2_and_a_message(tmp_path, capsys, text):
     (tmp_path / "privacy_state.json").write_text(text, encoding="utf-8")
@@ -117,7 +117,7 @@ def test_of_both_files_the_report_is_read_unless_the_state_is_named(engine, repo
         (lambda text: text.replace("the moon", "nothing"), "not a signature"),
         (lambda text: text.replace('"delta": 0.001', '"delta": NaN'), "NaN"),
     ],
-    ids=["cut", "newer", "edited", "nan"],
+    ids=["truncated", "newer", "edited", "nan"],
 )
 def test_a_modified_report_exits_with_2_and_writes_nothing(reported, tmp_path, capsys, spoil, message):
     text = (reported / "privacy_report.json").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Runs that are killed, and go on from their last checkpoint. What they release they tell in a file of their own."""
+"""Runs that are killed and resumed from their last checkpoint. Each logs its releases to a separate file."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ FEW = 100  # bytes, less than a line has
 
 
 class Telling(torch.optim.SGD):
-    """Tells of each change of the weights before anything else can happen."""
+    """Logs each change of the weights immediately."""
 
     def step(self, closure=None):
         super().step()
@@ -26,7 +26,7 @@ class Telling(torch.optim.SGD):
 
 
 def begun(folder, **settings):
-    """The run of a folder, at its last checkpoint if it has one; each release is told in ``released``."""
+    """The run of a folder, at its last checkpoint if it has one. Each release is logged to ``released``."""
     torch.set_num_threads(1)
     run = Run(folder / "run.ledger", optimizer=Telling, **settings)
     if checkpoint.exists(folder / "saved"):
@@ -48,7 +48,7 @@ def begun(folder, **settings):
 
 
 def trained(folder, **settings):
-    """Trains to the end, and says so."""
+    """Trains to the end and logs that it finished."""
     run = begun(folder, **settings)
     (folder / "begun").touch()
     while run.loader.position < STEPS:
@@ -60,7 +60,7 @@ def trained(folder, **settings):
 
 
 def killed_at(folder, place):
-    """Trains, and dies at one of the places where the file or the weights are about to change, or have."""
+    """Trains, and exits just before or after a given change of the file or the weights."""
     run = begun(folder, reserve=2)
     left = [place]
 
@@ -82,7 +82,7 @@ def killed_at(folder, place):
         return os.pwrite(file, data[: len(data) // 2] if len(data) > FEW else data, place)
 
     class System:
-        """System calls of the ledger file, with a death between any two."""
+        """System calls of the ledger file; the process can exit between any two."""
 
         pwrite = staticmethod(die_before_and_after(half))
 

@@ -1,4 +1,4 @@
-"""An engine with a ledger file charges there first, and knows what every run before it spent."""
+"""Engines with a ledger file charge it before each release and read the charges of earlier runs."""
 
 import gc
 import itertools
@@ -100,7 +100,7 @@ def test_steps_are_reserved_and_settled_unless_the_process_dies(path, ended):
 
 def test_discarded_batches_are_taken_from_the_reservation_and_reported(path):
     run = Run(path, reserve=10)
-    for _ in itertools.islice(run.loader, 2):  # no backward pass: both are given up when the model is detached
+    for _ in itertools.islice(run.loader, 2):  # no backward pass: both are discarded when the model is detached
         pass
     run.train(3)
     run.engine.detach(run.model)
@@ -196,7 +196,7 @@ def test_charges_in_memory_are_written_when_they_are_loaded(path, tmp_path):
     engine.load_state_dict(json.loads(json.dumps(alone.engine.state_dict())))
     assert engine.ledger.steps == 4 and steps_of(read(path).history) == 4
     other = Run(path, sample_rate=0.3, expected_batch_size=20).train(1)
-    assert "Adjacency: zero-out" in str(other.engine.report())  # nobody said that N was private elsewhere
+    assert "Adjacency: zero-out" in str(other.engine.report())  # no constants were declared elsewhere
     engine.load_state_dict(engine.state_dict())  # the file has it already
     assert engine.ledger.steps == 5 == steps_of(read(path).history)
 

@@ -1,4 +1,4 @@
-"""A ledger file is held by one process, and is as it was where it cannot be written."""
+"""Locking of a ledger file, failed writes, and rejection of damaged or forged files."""
 
 import errno
 import itertools
@@ -131,7 +131,7 @@ def test_a_step_that_cannot_be_written_is_rejected_and_leaves_the_file_unchanged
         with pytest.raises(LedgerError, match="No space left"):
             run.train(1)
         assert torch.equal(run.model.weight, weights) and path.read_bytes() == content
-        assert run.engine.ledger.steps == 3  # the batch was given up, which counts, and is written with the next charge
+        assert run.engine.ledger.steps == 3  # the discarded batch counts and is written with the next charge
         assert inside.state(run.engine).zero
     if failing == "pwrite":
         run.train(1)
@@ -166,7 +166,7 @@ def test_batches_that_were_discarded_while_the_disk_was_full_are_charged_later(p
         else:
             run.train(1)
     full.clear()
-    assert run.engine.ledger.steps == 12  # those given up count at once
+    assert run.engine.ledger.steps == 12  # discarded batches count immediately
     assert steps_of(read(path).history) == 11  # and are written with the next one that is released
     run.engine.detach(run.model)
     assert steps_of(read(path).history) == 12
@@ -195,7 +195,7 @@ def test_threads_that_share_a_file_lose_no_charge(path):
 
     def work(run):
         try:
-            for number in range(15):  # each with an event of its own, which is told before it is charged
+            for number in range(15):  # each charge has a distinct event
                 event = GaussianEvent(1.0 + 100 * runs.index(run) + number)
                 inside.charge(run.engine, event, kind="void" if number % 2 else "release")
         except LedgerError as error:
@@ -212,7 +212,7 @@ def test_threads_that_share_a_file_lose_no_charge(path):
 
 
 def test_an_interrupt_at_any_line_of_a_write_leaves_a_readable_file_and_no_release_uncharged(path):
-    """At every third of the lines that the two files which write run through in six charges."""
+    """Interrupts at every third line that the two writing modules execute in six charges."""
     names = {ledger_file.__file__, run_ledger.__file__}
     for place in itertools.count(1, 3):
         target = path.with_name(f"{place}.ledger")
@@ -320,7 +320,7 @@ def test_an_edited_file_is_rejected_before_anything_is_changed(path, change):
     assert path.read_bytes() == content
 
 
-# Sealed by someone who knows how; what they say cannot be. The run of the file is "r", and its event has the number 2.
+# Inconsistent entries with valid seals. The run of the file is "r", and its event has the number 2.
 IMPOSSIBLE = {
     "an unknown kind": [("gift", {"run": "r"})],
     "an unknown field": [("charge", {"run": "r", "event": 2, "count": 1, "of": "release", "discount": 1})],

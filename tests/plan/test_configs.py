@@ -1,4 +1,4 @@
-"""Configs: what they accept, what they cost, and that they say so in JSON."""
+"""Configs: accepted values, epsilon and JSON round trips."""
 
 import dataclasses
 import itertools
@@ -162,7 +162,7 @@ def test_a_multiple_of_the_strategy_is_the_same_mechanism():
 
 
 def rows_of(recurrence, size):
-    """``S^-1`` of a recurrence, from the weights with which it takes fresh rows."""
+    """``S^-1`` of a recurrence, from the weights of its fresh noise rows."""
     import torch
 
     basis = torch.eye(size, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""``make_private(plan=...)``: the engine trains by the plan, and refuses one that does not fit."""
+"""``make_private(plan=...)``: training follows the plan, and a plan that does not fit is rejected."""
 
 import itertools
 import math
@@ -214,7 +214,7 @@ def test_a_public_dataset_size_determines_epochs_and_delta():
     assert len(batches) == 4
     assert engine.delta == pytest.approx(ROWS**-1.1)
     _, _, _, whole = private(PLANS["band-mf"])
-    assert len(whole) == 8  # a pass is the whole run where the number of rows is private
+    assert len(whole) == 8  # one epoch is the whole run if the dataset size is private
 
 
 def test_calibrated_plans_keep_their_target_in_training():
@@ -231,7 +231,7 @@ def test_calibrated_plans_keep_their_target_in_training():
 
 @pytest.mark.parametrize("name", ["band-mf", "blt"])
 def test_skipped_steps_of_a_cyclic_plan_are_charged(name):
-    """Whoever takes part at steps 0, 4, 8 ... takes part in each of them."""
+    """An example selected at steps 0, 4, 8, ... is included in each of them."""
     config = PLANS[name]
     engine, model, optimizer, batches = private(config)
     cycle = config.sampling_scheme.cycle_length

@@ -146,7 +146,7 @@ def test_a_loader_of_another_batch_size_is_rejected_with_that_of_the_plan(sampli
 
 def test_epsilon_follows_from_the_participation_of_the_draws():
     class Halves(recipe("Bernoulli")):
-        """Half of the examples in each batch, and a scheme that states less for an unknown number of examples."""
+        """Selects half of the examples, and states less participation for an unknown number of examples."""
 
         def over(self, num_examples):
             return Halves(0.5, num_examples)
@@ -159,7 +159,7 @@ def test_epsilon_follows_from_the_participation_of_the_draws():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("noise", [None, recipe("Decaying")()], ids=["independent", "own"])
+@pytest.mark.parametrize("noise", [None, recipe("Decaying")()], ids=["independent", "custom"])
 def test_the_engine_runs_a_plan_of_custom_parts(noise):
     sampling = recipe("Bernoulli")(0.25) if noise is None else BallsInBinsSampling(cycle_length=4)
     plan = Plan(
@@ -332,7 +332,7 @@ def test_standard_deviations_are_finite(stddev):
 
 @pytest.mark.slow
 def test_a_training_loop_with_a_plan_converges():
-    """Least squares by the parts of a plan: it learns, and batches, sums and noise fit together."""
+    """Trains least squares with the batches, clipped sums and noise of a plan."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(400, 3, generator=generator)
     y = x @ torch.tensor([1.0, -2.0, 0.5])

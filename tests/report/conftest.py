@@ -1,4 +1,4 @@
-"""Facts of an ordinary run, to be varied."""
+"""Facts of an ordinary run, and variants of them."""
 
 import dataclasses
 
@@ -99,7 +99,7 @@ VARIANTS = {
 
 @pytest.fixture
 def make_facts():
-    """The ordinary run with some facts changed, by the names of all fields; a text names a variant."""
+    """Returns a function that changes facts of the ordinary run by field name; a string selects a variant."""
 
     def make(variant: str = "ordinary", **changes):
         changes = VARIANTS[variant] | changes
@@ -114,5 +114,5 @@ def make_facts():
 
 @pytest.fixture(params=[pytest.param(one, marks=SLOW.get(one, ())) for one in VARIANTS], ids=str)
 def any_facts(request, make_facts):
-    """Every kind of run that a report must bear."""
+    """Facts of every kind of run that a report supports."""
     return make_facts(request.param)

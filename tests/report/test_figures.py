@@ -1,4 +1,4 @@
-"""The numbers against closed forms of the Gaussian mechanism, and against another library."""
+"""Figures of a report, against closed forms of the Gaussian mechanism and dp-accounting."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Rows of a history in a report, and text that is public."""
+"""History rows of a report, and removal of paths from its text."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A report is made again from its JSON alone, and a JSON that is not as dpengine wrote it is refused."""
+"""Reports are rebuilt from their JSON, and a modified JSON is rejected."""
 
 import hashlib
 import json
@@ -21,14 +21,14 @@ from dpengine.report.history_rows import charges_of, rows_of
 
 
 def resealed(document):
-    """The document with the digest that it should have, by the words of the documentation."""
+    """Returns the document with a new digest, computed as documented."""
     rest = {key: value for key, value in document.items() if key != "digest"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return rest | {"digest": hashlib.sha256(text.encode("utf-8")).hexdigest()}
 
 
 def changed(document, path, value):
-    """A copy in which one value is another."""
+    """Returns a copy with one value replaced."""
     copy = json.loads(json.dumps(document))
     *way, last = path
     place = copy
@@ -220,7 +220,7 @@ def test_a_rounding_difference_of_another_machine_is_accepted(report):
 
 
 def by_version(document, version="7.1", **changes):
-    """The document as another version would have written it, with other numbers of the guarantee."""
+    """Returns the document as another version writes it, with changed numbers of the guarantee."""
     for path in (("accounting", "version"), ("run", "dpengine")):
         document = changed(document, path, version)
     for name, value in changes.items():
@@ -260,7 +260,7 @@ def test_the_page_of_another_version_omits_sections_that_need_new_numbers(report
     again = PrivacyReport.from_json(json.dumps(by_version(report.to_dict(), epsilon=4.321)))
     page = again.to_html()
     assert "4.33" in page and "dpengine 7.1" in page
-    assert page.count('<polyline class="line"') == 1  # what each step cost was not in it
+    assert page.count('<polyline class="line"') == 1  # it has no cost per step
     assert "(ε = 4.33, δ = 1e-05)" in str(again)
 
 

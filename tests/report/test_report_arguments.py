@@ -1,4 +1,4 @@
-"""Statements of a user about a run for its report are checked at the call."""
+"""Arguments of ``engine.report`` are checked at the call."""
 
 import pytest
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 
 @pytest.fixture
 def engine(monkeypatch):
-    """An engine that must not compute anything for a report."""
+    """An engine that fails the test if the report computes anything."""
     replace_report(monkeypatch, lambda *args: pytest.fail("the report was made"))
     return make_loop(noise_multiplier=1.0).engine
 

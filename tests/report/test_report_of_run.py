@@ -1,4 +1,4 @@
-"""A report says of a run what the parts of the run say of themselves."""
+"""Reports of real runs state the settings, sampling, generators and probes of each run."""
 
 import re
 
@@ -144,7 +144,7 @@ def test_a_misspelt_argument_is_an_error():
 
 
 def external_and_private(first, engine):
-    """Charges one run whose batches the loop drew and one with the private loader, the external one first or last."""
+    """Charges one run with external batches and one with the private loader, the external one first or last."""
     data = examples()
     for external in (first, not first):
         if external:
@@ -224,14 +224,14 @@ def test_a_state_with_damaged_origins_is_rejected(wrong):
         PrivacyEngine().load_state_dict(PrivacyEngine().state_dict() | wrong)
 
 
-# A fact of several runs is one that holds for all of them. The runs are of one engine, or share a state or a file.
+# Facts that hold for all of several runs. The runs share an engine, a state or a ledger file.
 
 CONSTANTS = {"sample_rate": 0.2, "expected_batch_size": 4}
 
 
 @pytest.fixture(params=["engine", "state", "file", "loaded into a file"])
 def two_runs(request, tmp_path):
-    """Makes two runs in turn, each with one step, and returns the second. Only the first is seeded."""
+    """Makes two runs, one after the other, each with one step, and returns the second. Only the first is seeded."""
 
     def one(engine, **options):
         loop = make_loop(engine=engine, **{"noise_multiplier": 1.5, "target_delta": 1e-3} | options)
