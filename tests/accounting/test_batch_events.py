@@ -62,7 +62,7 @@ def test_the_library_agrees_on_truncated_batches_and_mixtures(event, steps):
 
 @pytest.mark.hazard("S9")
 def test_truncation_probabilities_match_enumeration():
-    """Enumerates seven examples: P(the other six fill the batch), and P(the seventh is included | full)."""
+    """Enumerates seven examples: P(the other six fill the batch), and P(the seventh is kept | they do)."""
     n, q, most = 7, 0.4, 2
     full = taken = 0.0
     for pattern in itertools.product([0, 1], repeat=n):
@@ -80,9 +80,9 @@ def test_rare_batches_below_the_truncation_size_raise_epsilon():
     """At a tiny delta, one batch in 10**9 below the truncation size determines epsilon."""
     n, q, most, sigma, delta = 30, 0.52, 1, 10.0, 1e-15
     room = (1 - q) ** (n - 1)
-    alone = epsilon_of((Charge(PoissonGaussianEvent(q, sigma)),), delta / room)
+    poisson = epsilon_of((Charge(PoissonGaussianEvent(q, sigma)),), delta / room)
     found = epsilon_of((Charge(TruncatedGaussianEvent(n, q, most, sigma)),), delta, relation=Relation.ZERO_OUT)
-    assert found >= alone > 0.2
+    assert found >= poisson > 0.2
 
 
 @pytest.mark.slow
@@ -135,9 +135,9 @@ def test_missing_probability_adds_up_over_steps_and_bounds_delta():
     assert epsilon_of((Charge(SHORT),), delta) == upper
     with pytest.raises(AccountingRefusedError, match=r"sum to 9e-10 less than 1.*accountant='pld'"):
         to_dp_accounting(SHORT)
-    with pytest.raises(AccountingRefusedError) as told:
+    with pytest.raises(AccountingRefusedError) as raised:
         delta_of((Charge(SHORT),), 20.0, accountant="dp_accounting")
-    assert str(told.value).count("DPE025") == 1
+    assert str(raised.value).count("DPE025") == 1
 
 
 def test_rounded_probabilities_add_no_infinite_loss():
@@ -247,16 +247,16 @@ def test_tuning_costs_more_than_a_run_and_little_for_many_runs():
         for mean in (2.0, 10.0, 100.0)
     ]
     assert epsilon_of(one, 1e-6, "rdp") < costs[0] < costs[1] < costs[2] < 100 / 2 * costs[0]
-    alone = RepeatAndSelectEvent(SELECTED.base, 1.0, 1.0)  # always one run
-    assert epsilon_of((Charge(alone),), 1e-6, "rdp") == epsilon_of(one, 1e-6, "rdp")
+    single_run = RepeatAndSelectEvent(SELECTED.base, 1.0, 1.0)  # always one run
+    assert epsilon_of((Charge(single_run),), 1e-6, "rdp") == epsilon_of(one, 1e-6, "rdp")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("event", [TRUNCATED, MIXTURE], ids=["truncated", "mixture"])
 def test_epsilon_of_mixed_events_is_invariant_to_order_and_splits(event):
-    beside, relation = Charge(PoissonGaussianEvent(0.02, 1.5), 30), RELATION[event]
-    whole = epsilon_of((Charge(event, 20), beside), 1e-5, relation=relation)
-    split = (Charge(event, 7), beside, Charge(event, 13))
+    other, relation = Charge(PoissonGaussianEvent(0.02, 1.5), 30), RELATION[event]
+    whole = epsilon_of((Charge(event, 20), other), 1e-5, relation=relation)
+    split = (Charge(event, 7), other, Charge(event, 13))
     assert epsilon_of(split, 1e-5, relation=relation) == whole
     assert whole > epsilon_of((Charge(event, 20),), 1e-5, relation=relation)
     assert delta_of(split, whole, relation=relation) == pytest.approx(1e-5, rel=1e-2)

@@ -29,8 +29,8 @@ def test_published_calibrations_are_met(target, rate, steps, golden, tolerance):
 def test_earlier_charges_are_composed():
     spent = (Charge(GaussianEvent(2.0), 3), Charge(release_event(noise_multiplier=1.5, sample_rate=0.05), 40))
     found = calibration(target_epsilon=6.0, target_delta=1e-5, sample_rate=0.02, steps=200, spent=spent)
-    alone = calibration(target_epsilon=6.0, target_delta=1e-5, sample_rate=0.02, steps=200)
-    assert found.noise_multiplier > alone.noise_multiplier
+    without_history = calibration(target_epsilon=6.0, target_delta=1e-5, sample_rate=0.02, steps=200)
+    assert found.noise_multiplier > without_history.noise_multiplier
     least = epsilon_of(spent, 1e-5, accountant="pld", relation=Relation.ADD_OR_REMOVE_ONE)
     whole = (*spent, Charge(release_event(noise_multiplier=found.noise_multiplier, sample_rate=0.02), 200))
     assert epsilon_of(whole, 1e-5, accountant="pld", relation=Relation.ADD_OR_REMOVE_ONE) == found.epsilon <= 6.0

@@ -181,8 +181,8 @@ def test_epsilon_step_by_step_equals_a_fresh_computation(rate, sigma, delta):
     for steps in (65, 127, 128, 4099, 8191):
         answer = epsilon_of((Charge(PoissonGaussianEvent(rate, sigma), steps),), delta)
         with np.errstate(all="ignore"):
-            alone = lattice._plan_for(parts_of(rate, sigma, steps), delta, 2e-5).epsilon
-        assert answer == pytest.approx(alone, rel=5e-5)
+            fresh = lattice._plan_for(parts_of(rate, sigma, steps), delta, 2e-5).epsilon
+        assert answer == pytest.approx(fresh, rel=5e-5)
 
 
 def test_within_a_range_of_counts_epsilon_rises_with_every_step():

@@ -255,13 +255,13 @@ def test_columns_that_make_a_toeplitz_strategy_are_the_same_run():
 GAUSSIAN = SampledMatrixEvent(2.0, "balls-in-bins", 1, 1, (1.0,))  # one bin: every example is included
 
 
-@pytest.mark.parametrize("beside", [(), (Charge(GaussianEvent(1.5)),)], ids=["single", "composed"])
-def test_a_run_composes_with_other_releases(beside):
+@pytest.mark.parametrize("others", [(), (Charge(GaussianEvent(1.5)),)], ids=["single", "composed"])
+def test_a_run_composes_with_other_releases(others):
     drawn = tally.simulation(GAUSSIAN, 200_000, 3)
-    history = compose((*beside, Charge(GAUSSIAN)))
+    history = compose((*others, Charge(GAUSSIAN)))
     curve, _ = tally.curve_of(history, Relation.ADD_OR_REMOVE_ONE, 1e-9)
     for epsilon in (0.0, 0.7, 2.0):
-        truth = delta_of((*beside, Charge(GaussianEvent(2.0))), epsilon)
+        truth = delta_of((*others, Charge(GaussianEvent(2.0))), epsilon)
         assert abs(drawn.estimate(epsilon, curve) - truth) < 4 * math.sqrt(truth / 200_000) + 0.02 * truth
 
 

@@ -79,10 +79,10 @@ def test_the_accountant_is_a_function_of_the_charges(few):
 
 @pytest.mark.slow
 def test_each_other_event_next_to_a_simulated_run_raises_epsilon(few):
-    cut = Charge(TruncatedGaussianEvent(100, 0.1, 12, 0.6), 20)
-    alone = epsilon_of((Charge(run("cold")),), 1e-2, "monte_carlo", Relation.ZERO_OUT)
-    beside = epsilon_of((cut,), 1e-2, relation=Relation.ZERO_OUT)
-    assert epsilon_of((Charge(run("cold")), cut), 1e-2, "monte_carlo", Relation.ZERO_OUT) > max(alone, beside)
+    truncated = Charge(TruncatedGaussianEvent(100, 0.1, 12, 0.6), 20)
+    simulated = epsilon_of((Charge(run("cold")),), 1e-2, "monte_carlo", Relation.ZERO_OUT)
+    other = epsilon_of((truncated,), 1e-2, relation=Relation.ZERO_OUT)
+    assert epsilon_of((Charge(run("cold")), truncated), 1e-2, "monte_carlo", Relation.ZERO_OUT) > max(simulated, other)
     selected = RepeatAndSelectEvent(((GaussianEvent(9.0), 1),), 5.0)
     with pytest.raises(AccountingRefusedError, match="hyperparameter selection"):
         epsilon_of((Charge(run("cold")), Charge(selected)), 1e-2, "monte_carlo")

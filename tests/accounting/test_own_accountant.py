@@ -41,7 +41,7 @@ SAMPLED = (Charge(PoissonGaussianEvent(0.02, 1.5), 200), Charge(PoissonGaussianE
 UNSAMPLED = (Charge(GaussianEvent(30.0), 40),)
 
 
-class Through:
+class Wrapped:
     """Wraps a built-in accountant in the custom interface and records the event types of each call."""
 
     def __init__(self, accountant):
@@ -59,7 +59,7 @@ class Through:
         return bounds_of(history, delta, self.accountant, relation)
 
 
-class Says:
+class Fixed:
     """Returns one value for all calls."""
 
     name = "says"
@@ -98,8 +98,8 @@ QUESTIONS = [
 )
 def test_a_builtin_accountant_gives_the_same_answers_through_the_contract(name, history):
     for question in QUESTIONS:
-        assert question(history, Through(name)) == question(history, name)
-    own = privacy_spent(history, 1e-5, Through(name))
+        assert question(history, Wrapped(name)) == question(history, name)
+    own = privacy_spent(history, 1e-5, Wrapped(name))
     assert own.accountant_used == f"{name} through the contract"
     assert (own.epsilon, own.mu, own.advantage) == (
         (builtin := privacy_spent(history, 1e-5, name)).epsilon,
@@ -109,13 +109,13 @@ def test_a_builtin_accountant_gives_the_same_answers_through_the_contract(name, 
 
 
 def test_bounds_come_from_the_optional_method():
-    assert bounds_of(SAMPLED, 1e-5, Through("pld")) == bounds_of(SAMPLED, 1e-5, "pld")
-    assert bounds_of((), 1e-5, Says((1.0, 2.0, 3.0))) == (0.0, 0.0, 0.0)
-    assert bounds_of(SAMPLED, 1e-5, Says((1.0, 2, np.float32(3)))) == (1.0, 2.0, 3.0)
+    assert bounds_of(SAMPLED, 1e-5, Wrapped("pld")) == bounds_of(SAMPLED, 1e-5, "pld")
+    assert bounds_of((), 1e-5, Fixed((1.0, 2.0, 3.0))) == (0.0, 0.0, 0.0)
+    assert bounds_of(SAMPLED, 1e-5, Fixed((1.0, 2, np.float32(3)))) == (1.0, 2.0, 3.0)
     for wrong in ((1.0, 2.0), 3.0, None, (3.0, 2.0, 1.0), (math.nan, 1.0, 2.0), (1.0, "2", 3.0)):
         with pytest.raises((TypeError, ValueError), match=r"accountant 'says': bounds\(\)"):
-            bounds_of(SAMPLED, 1e-5, Says(wrong))
-    without = Says(1.0)
+            bounds_of(SAMPLED, 1e-5, Fixed(wrong))
+    without = Fixed(1.0)
     without.bounds = None
     with pytest.raises(TypeError, match="bounds is not a method"):
         bounds_of(SAMPLED, 1e-5, without)
@@ -124,7 +124,7 @@ def test_bounds_come_from_the_optional_method():
 def test_an_accountant_without_bounds_has_none_and_no_grid():
     class Plain:
         name = "plain"
-        epsilon, delta = Says.epsilon, Says.delta
+        epsilon, delta = Fixed.epsilon, Fixed.delta
         value = 0.5
 
     with pytest.raises(AccountingRefusedError, match="accountant 'plain' has no lower bound"):
@@ -137,7 +137,7 @@ def test_an_accountant_without_bounds_has_none_and_no_grid():
 
 
 def test_a_release_without_noise_a_claim_or_a_charge_is_not_left_to_the_accountant():
-    for answer in (Says(0.25), Says(math.nan)):
+    for answer in (Fixed(0.25), Fixed(math.nan)):
         assert epsilon_of((), 1e-5, answer) == delta_of((), 1.0, answer) == 0.0
         bare = (*SAMPLED, Charge(NonPrivateEvent()))
         assert epsilon_of(bare, 1e-5, answer) == math.inf
@@ -148,12 +148,12 @@ def test_a_release_without_noise_a_claim_or_a_charge_is_not_left_to_the_accounta
 
 
 def test_the_history_is_passed_as_it_was_charged():
-    class Keeps(Says):
+    class Recording(Fixed):
         def epsilon(self, history, delta, relation):
             self.value = (history, delta, relation)
             return 1
 
-    keeps = Keeps(None)
+    keeps = Recording(None)
     assert type(epsilon_of(list(SAMPLED), 1e-5, keeps, "zero-out")) is float
     assert keeps.value == (SAMPLED, 1e-5, Relation.ZERO_OUT)
 
@@ -164,12 +164,12 @@ def test_the_history_is_passed_as_it_was_charged():
 @pytest.mark.parametrize("value", [math.nan, -1e-9, -math.inf, np.float64("nan")], ids=str)
 def test_an_epsilon_out_of_range_raises_with_the_name(value):
     with pytest.raises(ValueError, match=r"accountant 'says': epsilon\(\) returned .*, which is not in \[0, inf\]"):
-        epsilon_of(SAMPLED, 1e-5, Says(value))
+        epsilon_of(SAMPLED, 1e-5, Fixed(value))
 
 
 @pytest.mark.parametrize("value", [None, "1.0", True, 1j, (1.0,), np.array([1.0])], ids=str)
 def test_an_epsilon_of_a_wrong_type_raises_with_the_name(value):
-    for ask in (lambda: epsilon_of(SAMPLED, 1e-5, Says(value)), lambda: delta_of(SAMPLED, 1.0, Says(value))):
+    for ask in (lambda: epsilon_of(SAMPLED, 1e-5, Fixed(value)), lambda: delta_of(SAMPLED, 1.0, Fixed(value))):
         with pytest.raises(TypeError, match=r"accountant 'says': \w+\(\) returned .*, which is not a number"):
             ask()
 
@@ -177,23 +177,23 @@ def test_an_epsilon_of_a_wrong_type_raises_with_the_name(value):
 @pytest.mark.parametrize("value", [math.nan, -0.1, 1.0001])
 def test_a_delta_out_of_range_raises_with_the_name(value):
     with pytest.raises(ValueError, match=r"accountant 'says': delta\(\) returned .*, which is not in \[0, 1\]"):
-        delta_of(SAMPLED, 1.0, Says(value))
+        delta_of(SAMPLED, 1.0, Fixed(value))
 
 
 @pytest.mark.parametrize("value", [0, 1, np.float32(0.5), Fraction(1, 2), math.inf])
 def test_any_real_number_type_is_accepted_as_epsilon(value):
-    assert epsilon_of(SAMPLED, 1e-5, Says(value)) == float(value)
+    assert epsilon_of(SAMPLED, 1e-5, Fixed(value)) == float(value)
 
 
 # The contract
 
 
 class Nameless:
-    epsilon, delta = Says.epsilon, Says.delta
+    epsilon, delta = Fixed.epsilon, Fixed.delta
 
 
 class WithoutDelta:
-    name, epsilon = "half", Says.epsilon
+    name, epsilon = "half", Fixed.epsilon
 
 
 class Inherits(Accountant):
@@ -207,7 +207,7 @@ class Inherits(Accountant):
         (WithoutDelta(), r"a WithoutDelta, which lacks delta\(\)"),
         (Inherits(), "an? Inherits, which lacks name"),
         (Charge(GaussianEvent(1.0)), r"a Charge, which lacks name, .*, and epsilon\(\), and delta\(\)"),
-        (Through, "the class Through. Pass an instance"),
+        (Wrapped, "the class Wrapped. Pass an instance"),
     ],
     ids=lambda value: "" if isinstance(value, str) else getattr(value, "__name__", type(value).__name__),
 )
@@ -219,14 +219,14 @@ def test_an_object_without_a_required_member_is_rejected_by_its_name(accountant,
 
 WRONG_MEMBERS = [
     *(("name", name, TypeError, "lacks name") for name in ("", " ", 3, None, "two\nlines")),
-    *(("name", name, ValueError, f"a Says with the name '{name}' of a built-in accountant") for name in ACCOUNTANTS),
-    ("charged", 3, TypeError, "a Says, whose charged is not a method"),
+    *(("name", name, ValueError, f"a Fixed with the name '{name}' of a built-in accountant") for name in ACCOUNTANTS),
+    ("charged", 3, TypeError, "a Fixed, whose charged is not a method"),
 ]
 
 
 @pytest.mark.parametrize(("member", "value", "error", "says"), WRONG_MEMBERS)
 def test_a_member_with_a_wrong_value_is_rejected(member, value, error, says):
-    own = Says(1.0)
+    own = Fixed(1.0)
     setattr(own, member, value)
     with pytest.raises(error, match=says):
         PrivacyEngine(accountant=own)
@@ -243,7 +243,7 @@ RUN = {"sample_rate": 0.02, "steps": 300}
 @pytest.mark.parametrize("rate", [0.02, 1.0])
 def test_noise_is_calibrated_by_the_given_accountant(name, spent, rate):
     target = {"target_epsilon": 2.0, "target_delta": 1e-5, "sample_rate": rate, "steps": 300, "spent": spent}
-    own = calibration(**target, accountant=Through(name))
+    own = calibration(**target, accountant=Wrapped(name))
     builtin = calibration(**target, accountant=name)
     assert own.accountant_used == f"{name} through the contract"
     assert 2.0 * (1 - 1e-4) < own.epsilon <= 2.0
@@ -251,7 +251,7 @@ def test_noise_is_calibrated_by_the_given_accountant(name, spent, rate):
 
 
 def test_the_plain_functions_take_an_accountant():
-    own = Through("rdp")
+    own = Wrapped("rdp")
     sigma = calibrate(target_epsilon=2.0, target_delta=1e-5, **RUN, accountant=own)
     assert epsilon(noise_multiplier=sigma, delta=1e-5, **RUN, accountant="rdp") <= 2.0
     question = {"target_epsilon": 2.0, "target_delta": 1e-5, "sample_rate": 0.02, "noise_multiplier": sigma}
@@ -261,7 +261,7 @@ def test_the_plain_functions_take_an_accountant():
 
 def test_an_unreachable_target_raises_a_calibration_error():
     with pytest.raises(CalibrationError, match="smallest reachable here: 3"):
-        calibrate(target_epsilon=2.0, target_delta=1e-5, **RUN, accountant=Says(3.0))
+        calibrate(target_epsilon=2.0, target_delta=1e-5, **RUN, accountant=Fixed(3.0))
 
 
 def test_earlier_charges_need_no_bound_by_another_accountant():
@@ -269,7 +269,7 @@ def test_earlier_charges_need_no_bound_by_another_accountant():
     with pytest.raises(AccountingRefusedError):
         epsilon_of(spent, 1e-5, "pld")
     target = {"target_epsilon": 3.0, "target_delta": 1e-5, "spent": spent, **RUN}
-    own, builtin = (calibration(**target, accountant=accountant) for accountant in (Through("rdp"), "rdp"))
+    own, builtin = (calibration(**target, accountant=accountant) for accountant in (Wrapped("rdp"), "rdp"))
     assert own.noise_multiplier == pytest.approx(builtin.noise_multiplier, rel=1e-4)
 
 
@@ -285,7 +285,7 @@ def test_earlier_charges_need_no_bound_by_another_accountant():
     ids=["poisson", "fixed-size", "band-mf", "banded-inverse"],
 )
 def test_a_plan_is_calibrated_by_an_accountant_on_its_own_events(config, event):
-    own = Through("pld")
+    own = Wrapped("pld")
     found = config.calibrate(epsilon=3.0, delta=1e-5, accountant=own)
     assert own.asked == {event}
     assert 2.99 < found.epsilon(1e-5, accountant=own) <= 3.0

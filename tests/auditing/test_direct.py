@@ -117,11 +117,11 @@ def test_findings_never_claim_that_a_run_is_private():
 
 
 def test_many_statistics_share_one_probability_of_error():
-    alone, many = Evidence("DN", 0, n=1), Evidence("DN", 0, n=1)
-    alone.p_value("one", 9e-7)
+    single, many = Evidence("DN", 0, n=1), Evidence("DN", 0, n=1)
+    single.p_value("one", 9e-7)
     for number in range(2):
         many.p_value(str(number), 9e-7)
-    assert alone.finding().verdict == "violation" and many.finding().verdict == "pass"
+    assert single.finding().verdict == "violation" and many.finding().verdict == "pass"
 
 
 def test_nan_is_a_violation_and_no_observation_is_inconclusive():

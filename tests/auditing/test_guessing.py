@@ -175,8 +175,8 @@ def test_the_documented_table_of_audit_results_is_reproduced(row):
     error = found.std(axis=0, ddof=1) * math.sqrt(2 / REPEATS)
     assert (np.abs(found.mean(axis=0) - expected) <= 4 * error + 0.005).all(), (found.mean(axis=0), error)
     times = int((found[:, 2] > epsilon).sum())
-    spread = math.sqrt(2 * max(caught * (1 - caught), 0.25 / REPEATS) / REPEATS)
-    assert abs(times / REPEATS - caught) <= 4 * spread
+    standard_error = math.sqrt(2 * max(caught * (1 - caught), 0.25 / REPEATS) / REPEATS)
+    assert abs(times / REPEATS - caught) <= 4 * standard_error
 
 
 def _mu(epsilon, delta):

@@ -59,7 +59,7 @@ def test_a_checkpoint_of_another_run_is_rejected(tmp_path, settings, says):
     other.train(1)
 
 
-class Shaken(torch.utils.data.Dataset):
+class RandomExamples(torch.utils.data.Dataset):
     """Data set whose examples differ at each read."""
 
     def __init__(self):
@@ -98,8 +98,8 @@ def test_another_data_set_of_the_same_length_is_rejected(tmp_path, change):
 
 @pytest.mark.hazard("D6")
 def test_examples_that_differ_at_each_read_are_not_compared(tmp_path):
-    Run(data=DataLoader(Shaken(), batch_size=30)).train(2).saved(tmp_path / "run")
-    other = Run(data=DataLoader(Shaken(), batch_size=30))
+    Run(data=DataLoader(RandomExamples(), batch_size=30)).train(2).saved(tmp_path / "run")
+    other = Run(data=DataLoader(RandomExamples(), batch_size=30))
     random = torch.get_rng_state()
     assert other.resumed(tmp_path / "run").loader.position == 2
     assert torch.equal(random, torch.get_rng_state())

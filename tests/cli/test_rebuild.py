@@ -234,9 +234,9 @@ def test_total_is_the_epsilon_of_all_charges(path, capsys):
 def test_several_files_are_composed_and_duplicates_are_rejected(path, tmp_path, capsys):
     other = tmp_path / "other.ledger"
     Run(other).train(3).gone()
-    alone = json.loads(printed(capsys, "ledger", "total", path, "--json")[1])["epsilon"]
+    single = json.loads(printed(capsys, "ledger", "total", path, "--json")[1])["epsilon"]
     both = json.loads(printed(capsys, "ledger", "total", path, other, "--json")[1])
-    assert both["epsilon"] > alone and both["steps"] == 13
+    assert both["epsilon"] > single and both["steps"] == 13
     copy = tmp_path / "copy.ledger"
     copy.write_bytes(path.read_bytes())
     code, _, err = printed(capsys, "ledger", "total", path, copy)

@@ -17,33 +17,33 @@ SAVED_EVERY = 4
 FEW = 100  # bytes, less than a line has
 
 
-class Telling(torch.optim.SGD):
+class LoggedSGD(torch.optim.SGD):
     """Logs each change of the weights immediately."""
 
     def step(self, closure=None):
         super().step()
-        self.tell()
+        self.log()
 
 
 def begun(folder, **settings):
     """The run of a folder, at its last checkpoint if it has one. Each release is logged to ``released``."""
     torch.set_num_threads(1)
-    run = Run(folder / "run.ledger", optimizer=Telling, **settings)
+    run = Run(folder / "run.ledger", optimizer=LoggedSGD, **settings)
     if checkpoint.exists(folder / "saved"):
         checkpoint.load(folder / "saved", run.engine)
     source = inside.noise_source(run.engine)
     key = hashlib.sha256(source.secret_state()["key"].encode()).hexdigest()
 
-    def tell():
-        told = {
+    def log():
+        record = {
             "address": [key, source.nonce, inside.state(run.engine).step],
             "batch": hashlib.sha256(run.batch.numpy().tobytes()).hexdigest(),
             "weights": hashlib.sha256(run.model.weight.detach().numpy().tobytes()).hexdigest(),
         }
         with open(folder / "released", "a") as file:
-            file.write(json.dumps(told) + "\n")
+            file.write(json.dumps(record) + "\n")
 
-    run.optimizer.tell = tell
+    run.optimizer.log = log
     return run
 
 
@@ -60,7 +60,7 @@ def trained(folder, **settings):
 
 
 def killed_at(folder, place):
-    """Trains, and exits just before or after a given change of the file or the weights."""
+    """Trains, and is killed just before or after a given change of the file or the weights."""
     run = begun(folder, reserve=2)
     left = [place]
 
@@ -82,7 +82,7 @@ def killed_at(folder, place):
         return os.pwrite(file, data[: len(data) // 2] if len(data) > FEW else data, place)
 
     class System:
-        """System calls of the ledger file; the process can exit between any two."""
+        """System calls of the ledger file; the process can be killed between any two."""
 
         pwrite = staticmethod(die_before_and_after(half))
 
@@ -92,7 +92,7 @@ def killed_at(folder, place):
     run.train(1)
     ledger_file.os = System()
     ledger_file._sync = die_before_and_after(ledger_file._sync)
-    run.optimizer.tell = die_before_and_after(run.optimizer.tell)
+    run.optimizer.log = die_before_and_after(run.optimizer.log)
     run.train(3)
     (folder / "ended").touch()
 

@@ -191,9 +191,9 @@ def test_a_checkpoint_next_to_a_file_is_not_loaded_without_it(path, tmp_path):
 
 @pytest.mark.slow
 def test_charges_in_memory_are_written_when_they_are_loaded(path, tmp_path):
-    alone = Run(None).train(4)
+    in_memory = Run(None).train(4)
     engine = PrivacyEngine(ledger=path)
-    engine.load_state_dict(json.loads(json.dumps(alone.engine.state_dict())))
+    engine.load_state_dict(json.loads(json.dumps(in_memory.engine.state_dict())))
     assert engine.ledger.steps == 4 and steps_of(read(path).history) == 4
     other = Run(path, sample_rate=0.3, expected_batch_size=20).train(1)
     assert "Adjacency: zero-out" in str(other.engine.report())  # no constants were declared elsewhere
@@ -214,11 +214,11 @@ def test_a_missing_ledger_file_is_not_replaced_by_a_new_one(path, tmp_path):
 
 @pytest.mark.slow
 def test_the_report_says_that_later_releases_may_be_missing_unless_the_file_has_them(path, tmp_path):
-    alone, kept = Run(None).train(2), Run(path).train(2)
-    checkpoint.save(tmp_path / "alone", alone.engine)
-    checkpoint.save(tmp_path / "kept", kept.engine)
-    kept.gone()
-    for name, missing in (("kept", False), ("alone", True)):
+    in_memory, on_disk = Run(None).train(2), Run(path).train(2)
+    checkpoint.save(tmp_path / "in_memory", in_memory.engine)
+    checkpoint.save(tmp_path / "on_disk", on_disk.engine)
+    on_disk.gone()
+    for name, missing in (("on_disk", False), ("in_memory", True)):
         run = Run(path)
         checkpoint.load(tmp_path / name, run.engine)
         assert ("if they came after it" in " ".join(str(run.engine.report()).split())) == missing

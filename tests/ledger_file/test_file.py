@@ -329,7 +329,7 @@ IMPOSSIBLE = {
     "a negative count": [("charge", {"run": "r", "event": 2, "count": -3, "of": "release"})],
     "a count that is no number": [("charge", {"run": "r", "event": 2, "count": "1", "of": "release"})],
     "an unknown charge": [("charge", {"run": "r", "event": 2, "count": 1, "of": "gift"})],
-    "an event that was not told": [("charge", {"run": "r", "event": 1, "count": 1, "of": "release"})],
+    "an unknown event": [("charge", {"run": "r", "event": 1, "count": 1, "of": "release"})],
     "a run that was not opened": [("charge", {"run": "s", "event": 2, "count": 1, "of": "release"})],
     "a run opened twice": [("open", "again")],
     "a second beginning": [("ledger", {"schema": 1, "id": "x"})],
@@ -368,10 +368,10 @@ def opened(run, session):
     return "open", {"run": run, "session": session, "date": "2026-01-01T00:00Z", **empty}
 
 
-def forged(path, told, *, schema=1):
+def forged(path, entries, *, schema=1):
     entries = [("ledger", {"schema": schema, "id": "i"}), opened("r", "s")]
     entries.append(("event", {"event": {"type": "gaussian", "noise_multiplier": 1.0}}))
-    for kind, fields in told:
+    for kind, fields in entries:
         known = {"again": opened("r", "s"), "another session": opened("q", "t")}
         entries.append(known[fields] if isinstance(fields, str) else (kind, fields))
     last, data = None, b""
@@ -381,9 +381,9 @@ def forged(path, told, *, schema=1):
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("told", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
-def test_inconsistent_entries_are_rejected(path, told):
-    forged(path, told)
+@pytest.mark.parametrize("entries", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
+def test_inconsistent_entries_are_rejected(path, entries):
+    forged(path, entries)
     with pytest.raises(LedgerError, match=r"line \d+ .*|event"):
         read(path)
 

@@ -20,7 +20,7 @@ def charged(folder):
 @pytest.mark.slow
 @pytest.mark.hazard("L5")
 def test_a_crash_at_any_point_between_draw_and_update_leaves_every_release_charged(tmp_path):
-    """Exits before, during and after each system call, and before and after each change of the weights."""
+    """Kills before, during and after each system call, and before and after each change of the weights."""
     unused = []
     for place in itertools.count():
         folder = tmp_path / str(place)
@@ -72,11 +72,11 @@ def test_a_run_killed_at_random_resumes_without_reusing_noise(tmp_path, kind):
         before = charged(folders[-1])
     assert (folders[-1] / "ended").exists()
     for folder in folders:
-        told = {}
+        releases = {}
         for one in released(folder):
-            told.setdefault(tuple(one["address"]), set()).add((one["batch"], one["weights"]))
-        assert all(len(different) == 1 for different in told.values())  # each noise address was used by one release
-        assert {step for *_, step in told} == set(range(STEPS))
+            releases.setdefault(tuple(one["address"]), set()).add((one["batch"], one["weights"]))
+        assert all(len(different) == 1 for different in releases.values())  # each noise address was used by one release
+        assert {step for *_, step in releases} == set(range(STEPS))
         if kind == "seeded":
             assert released(folder)[-1] == released(whole)[-1]  # the weights of a run that was not killed
     assert sum(len(released(folder)) > STEPS for folder in folders) >= 3  # these repeated some steps

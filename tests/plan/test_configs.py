@@ -274,8 +274,8 @@ def test_fixed_size_batches_have_twice_the_sensitivity():
     event = dp_accounting.SampledWithoutReplacementDpEvent(1000, 50, dp_accounting.GaussianDpEvent(0.65))
     accountant.compose(dp_accounting.SelfComposedDpEvent(event, 100))
     assert config.epsilon(1e-5) < accountant.get_epsilon(1e-5)
-    everybody = DPSGDConfig(iterations=1, fixed_batch_size=50, num_examples=50, noise_multiplier=2.0)
-    assert everybody.epsilon(1e-5) == pytest.approx(epsilon_of((Charge(GaussianEvent(1.0)),), 1e-5), rel=1e-9)
+    full_batch = DPSGDConfig(iterations=1, fixed_batch_size=50, num_examples=50, noise_multiplier=2.0)
+    assert full_batch.epsilon(1e-5) == pytest.approx(epsilon_of((Charge(GaussianEvent(1.0)),), 1e-5), rel=1e-9)
 
 
 def test_sampling_prob_and_expected_participations_are_equivalent():
@@ -284,8 +284,8 @@ def test_sampling_prob_and_expected_participations_are_equivalent():
     assert by_rate == by_count
     assert (by_rate.sampling_prob, by_rate.expected_participations) == (0.2, 2.0)
     assert BandMFConfig(iterations=20, strategy=(1.0, 0.5), sampling_prob=0.2, expected_participations=2.0) == by_rate
-    everybody = BandMFConfig(iterations=5, strategy=(1.0, 0.5))
-    assert (everybody.sampling_prob, everybody.expected_participations) == (1.0, 2.5)
+    full_batch = BandMFConfig(iterations=5, strategy=(1.0, 0.5))
+    assert (full_batch.sampling_prob, full_batch.expected_participations) == (1.0, 2.5)
 
 
 @pytest.mark.parametrize("size", [1e-162, 1e-300, 1e90])
