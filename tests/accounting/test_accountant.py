@@ -50,7 +50,7 @@ QUESTIONS = [
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 @pytest.mark.hazard("A5")
-def test_nothing_charged_costs_nothing(accountant):
+def test_an_empty_history_has_epsilon_zero(accountant):
     for question in QUESTIONS:
         assert question((), accountant) == 0.0
     spent = privacy_spent((), 1e-5, accountant)

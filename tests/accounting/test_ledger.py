@@ -167,7 +167,7 @@ def test_an_invalid_state_is_rejected(state):
 
 
 @pytest.mark.slow
-def test_charges_that_add_up_to_more_than_can_be_counted_are_rejected_and_change_nothing():
+def test_charges_whose_total_count_overflows_are_rejected_and_leave_the_ledger_unchanged():
     ledger = Ledger()
     ledger.charge(STEP, count=MAX_COUNT - 1)
     ledger.charge(OTHER)
@@ -183,7 +183,7 @@ def test_charges_that_add_up_to_more_than_can_be_counted_are_rejected_and_change
     )
 
 
-def test_a_history_that_adds_up_to_more_than_can_be_counted_is_rejected():
+def test_a_history_whose_total_count_overflows_is_rejected():
     history = [Charge(PoissonGaussianEvent(0.1 + i / 1e4, 1.0), 2**61) for i in range(200)]
     with pytest.raises(InvalidBudgetError, match=r"2\*\*62"):
         epsilon_of(history, 1e-5)

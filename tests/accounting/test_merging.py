@@ -58,7 +58,7 @@ def test_epsilon_is_invariant_to_order_and_earlier_queries():
 
 
 @pytest.mark.slow
-def test_epsilon_grows_with_the_history_but_for_what_merging_costs(monkeypatch):
+def test_epsilon_grows_with_the_history_up_to_the_merging_error(monkeypatch):
     monkeypatch.setattr(composition, "MAX_DISTINCT", 24)
     history = charges(0.01, np.geomspace(4, 0.6, 80))
     found = np.array([bounds_of(history[:length], 1e-5) for length in (24, 25, 26, 40, 41, 79, 80)])

@@ -178,7 +178,7 @@ def test_the_threshold_is_the_largest_that_verifies_a_delta(delta, samples):
     assert verified_delta(found, samples) <= delta < verified_delta(found * 1.001, samples)
 
 
-def test_too_few_samples_verify_nothing_and_the_error_states_what_they_do():
+def test_too_few_samples_raise_and_the_error_states_the_verifiable_delta():
     with pytest.raises(AccountingRefusedError, match=r"smallest verifiable delta is about 0\.0026"):
         threshold_for(1e-5, 10_000)
     with pytest.raises(AccountingRefusedError, match=r"smallest verifiable delta is about 0\.0026"):

@@ -59,7 +59,7 @@ def test_published_points_are_met_from_above(rate, sigma, steps, delta, truth, d
     assert truth - digits <= answer <= truth * (1 + 5e-5) + digits
 
 
-def test_a_published_point_without_sampling_takes_the_closed_form():
+def test_a_published_point_without_sampling_uses_the_closed_form():
     assert epsilon_of((Charge(GaussianEvent(600.0), 100_000),), 1e-10) == pytest.approx(3.278323, abs=5e-7)
 
 

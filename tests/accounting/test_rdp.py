@@ -113,7 +113,7 @@ def test_delta_inverts_epsilon(rate, sigma, steps, delta):
     assert delta_of(history, eps * (1 + 1e-12), "rdp") <= delta * (1 + 1e-6)
 
 
-def test_rates_that_are_merged_up_to_one_are_those_of_all_rows():
+def test_rates_merged_up_to_one_equal_full_batches():
     kinds = tuple(Charge(PoissonGaussianEvent(1 - i * 1e-7, 1 + i * 1e-3)) for i in range(1, 121))
     assert 0 < epsilon_of(kinds, 1e-5, "rdp") < epsilon_of((Charge(GaussianEvent(1.0), 120),), 1e-5, "rdp")
 

@@ -227,7 +227,7 @@ def test_exit_codes_are_0_for_a_pass_1_for_a_violation_2_for_neither():
     assert [report(verdict).exit_code for verdict in ("pass", "violation", "inconclusive")] == [0, 1, 2]
 
 
-def test_a_pass_says_that_nothing_was_found_and_never_that_a_run_is_private():
+def test_a_pass_never_claims_that_a_run_is_private():
     for verdict in VERDICTS:
         text = str(report(verdict, bound=1.0, claimed=2.0, caveats=("Mind this.",)))
         assert "private" not in text and "Mind this." in text and "epsilon >= 1" in text and "epsilon = 2" in text

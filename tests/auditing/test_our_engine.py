@@ -10,9 +10,8 @@ from dpengine.noise import BandMF
 
 pytestmark = pytest.mark.slow
 
-# What the Gaussian bound rests on: with batches drawn at random it measures noise and sensitivity, and takes the rate
-# of the ledger for the true one; where each row is in every batch of its turn, it takes nothing on trust but that
-# scores are normal.
+# Assumptions of the Gaussian bound: with sampled batches it measures noise and sensitivity, and trusts the sampling rate
+# in the ledger. With every example in each batch of its cycle, it only assumes that scores are normal.
 SETTINGS = {
     "dp-sgd, sampled": {"sample_rate": 0.1, "steps": 100, "canaries": 1000},
     "band-mf, sampled": {"sample_rate": 0.05, "steps": 200, "canaries": 1000, "noise": BandMF(num_bands=4)},

@@ -47,7 +47,7 @@ def test_a_resumed_run_has_its_weights_optimizer_and_position(tmp_path):
 
 
 @pytest.mark.hazard("P2")
-def test_batches_and_noise_after_a_resume_are_drawn_anew(tmp_path):
+def test_batches_and_noise_after_a_resume_are_new(tmp_path):
     first = Run().train(3).saved(tmp_path / "run").train(2)
     others = [Run().resumed(tmp_path / "run").train(2) for _ in range(2)]
     runs = [first.batches[3:], *(run.batches for run in others)]
@@ -253,7 +253,7 @@ def _without_generators(state_of):
 
 
 @pytest.mark.parametrize("noise", [None, BandMF(num_bands=4), BLT(num_buffers=1)], ids=str)
-def test_noise_that_keeps_its_rows_continues_on_any_device(tmp_path, accelerator, noise):
+def test_noise_with_stored_rows_continues_on_any_device(tmp_path, accelerator, noise):
     settings = {"noise": noise, "steps": 8, "epochs": None}
     accelerator(True)
     Run(**settings).train(2).saved(tmp_path / "run")

@@ -40,7 +40,7 @@ def module(tmp_path, monkeypatch):
     sys.modules.pop("trainings_to_audit", None)
 
 
-def test_correct_subjects_exit_with_0_and_promise_nothing(capsys, module):
+def test_correct_subjects_exit_with_0_and_claim_no_privacy(capsys, module):
     assert main(["audit", "quick", f"{module}:make", "--only", "DI", "DL"]) == 0
     out = capsys.readouterr().out
     assert "No violation was found." in out and "private" not in out

@@ -136,7 +136,7 @@ def test_a_step_that_cannot_be_written_is_rejected_and_leaves_the_file_unchanged
     if failing == "pwrite":
         run.train(1)
         assert run.engine.ledger.steps == steps_of(read(path).history) == 4
-    else:  # what is on disk is not known
+    else:  # the content on disk is unknown
         with pytest.raises(LedgerError, match="can no longer be written"):
             run.train(1)
 

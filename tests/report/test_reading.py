@@ -81,7 +81,7 @@ def test_the_digest_is_the_documented_one(report):
     assert report.to_dict() == resealed(report.to_dict())
 
 
-def test_rows_hold_all_that_an_event_states():
+def test_history_rows_contain_all_fields_of_an_event():
     cyclic = CyclicGaussianEvent(0.1, 2.0, 4, "random-name")
     history = (
         Charge(cyclic, 12),

@@ -269,7 +269,7 @@ def test_a_report_states_the_relation_of_all_runs(two_runs, first, second):
     assert report["guarantee"]["epsilon"] == engine.epsilon
 
 
-def test_a_state_without_a_relation_makes_the_number_of_rows_public():
+def test_a_state_without_a_relation_makes_the_dataset_size_public():
     loop = trained(noise_multiplier=1.5, target_delta=1e-3, **CONSTANTS)
     state = loop.engine.state_dict()
     del state["origins"]
