@@ -70,8 +70,8 @@ def test_the_largest_count_matches_the_closed_form(steps, relation):
 def test_epsilon_of_the_largest_sampled_count_is_at_least_the_normal_limit(sigma):
     steps = MAX_COUNT
     run = RUN | {"noise_multiplier": sigma, "steps": steps}
-    # With many small losses the limit is exact. If a single loss is not small, the limit does not apply, and the mean of
-    # all losses is a lower bound (delta is far below 1/2).
+    # With many small losses the limit is exact. If a single loss is not small, the limit does not apply, and the mean
+    # of all losses is a lower bound (delta is far below 1/2).
     q = RUN["sample_rate"]
     mean = steps * q * q / sigma / sigma / 2 * (0.9 if sigma < 10 else 1)
     floor = max(mean, central_limit_epsilon(**run)) if sigma > 10 else mean

@@ -10,8 +10,8 @@ from dpengine.noise import BandMF
 
 pytestmark = pytest.mark.slow
 
-# Assumptions of the Gaussian bound: with sampled batches it measures noise and sensitivity, and trusts the sampling rate
-# in the ledger. With every example in each batch of its cycle, it only assumes that scores are normal.
+# Assumptions of the Gaussian bound: with sampled batches it measures noise and sensitivity, and trusts the rate of the
+# ledger. With every example in each batch of its cycle, it only assumes that scores are normal.
 SETTINGS = {
     "dp-sgd, sampled": {"sample_rate": 0.1, "steps": 100, "canaries": 1000},
     "band-mf, sampled": {"sample_rate": 0.05, "steps": 200, "canaries": 1000, "noise": BandMF(num_bands=4)},
