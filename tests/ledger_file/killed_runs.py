@@ -17,33 +17,33 @@ SAVED_EVERY = 4
 FEW = 100  # bytes, less than a line has
 
 
-class LoggedSGD(torch.optim.SGD):
+class Telling(torch.optim.SGD):
     """Logs each change of the weights immediately."""
 
     def step(self, closure=None):
         super().step()
-        self.log()
+        self.tell()
 
 
 def begun(folder, **settings):
     """The run of a folder, at its last checkpoint if it has one. Each release is logged to ``released``."""
     torch.set_num_threads(1)
-    run = Run(folder / "run.ledger", optimizer=LoggedSGD, **settings)
+    run = Run(folder / "run.ledger", optimizer=Telling, **settings)
     if checkpoint.exists(folder / "saved"):
         checkpoint.load(folder / "saved", run.engine)
     source = inside.noise_source(run.engine)
     key = hashlib.sha256(source.secret_state()["key"].encode()).hexdigest()
 
-    def log():
-        record = {
+    def tell():
+        told = {
             "address": [key, source.nonce, inside.state(run.engine).step],
             "batch": hashlib.sha256(run.batch.numpy().tobytes()).hexdigest(),
             "weights": hashlib.sha256(run.model.weight.detach().numpy().tobytes()).hexdigest(),
         }
         with open(folder / "released", "a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps(told) + "\n")
 
-    run.optimizer.log = log
+    run.optimizer.tell = tell
     return run
 
 
@@ -92,7 +92,7 @@ def killed_at(folder, place):
     run.train(1)
     ledger_file.os = System()
     ledger_file._sync = die_before_and_after(ledger_file._sync)
-    run.optimizer.log = die_before_and_after(run.optimizer.log)
+    run.optimizer.tell = die_before_and_after(run.optimizer.tell)
     run.train(3)
     (folder / "ended").touch()
 
