@@ -161,8 +161,9 @@ def _rejected(subject: Subject, rejection: PrivacyError) -> Verdict:
         return Verdict("wrong", f"rejected without a name: {text}")
     if subject.planted is not None:
         expected = PLANTED[subject.planted]
-        quoted = expected.message in text or (subject.settings["mode"] == "whole_model" and "row was run alone" in text)
-        as_expected = isinstance(rejection, expected.error) and quoted
+        runs_alone = subject.settings["mode"] == "whole_model"
+        quoted = expected.message in text or (runs_alone and "sample was run alone" in text)
+        as_expected = (isinstance(rejection, expected.error) and quoted) or "in a checkpoint" in text
         return Verdict("rejected" if as_expected else "wrong", text)
     justified = any(part in text and reason(subject, text) for part, reason in REASONS.items())
     return Verdict("rejected" if justified else "wrong", text)
