@@ -368,10 +368,10 @@ def opened(run, session):
     return "open", {"run": run, "session": session, "date": "2026-01-01T00:00Z", **empty}
 
 
-def forged(path, entries, *, schema=1):
+def forged(path, added, *, schema=1):
     entries = [("ledger", {"schema": schema, "id": "i"}), opened("r", "s")]
     entries.append(("event", {"event": {"type": "gaussian", "noise_multiplier": 1.0}}))
-    for kind, fields in entries:
+    for kind, fields in added:
         known = {"again": opened("r", "s"), "another session": opened("q", "t")}
         entries.append(known[fields] if isinstance(fields, str) else (kind, fields))
     last, data = None, b""
