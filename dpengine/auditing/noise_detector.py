@@ -61,7 +61,8 @@ def noise_distribution(make: Maker, *, coords: int = 200_000, seed: int = 0) -> 
         return evidence.finding()
     _check_distribution(evidence, "zero gradients", _whitened(evidence, trial, steps))
     fewer = max(20_000, coords // 10)
-    if trial.plan.noise is None and new_subject(make).options.get("privacy_unit") is None and not trial.plan.of_config:
+    has_units = new_subject(make).options.get("privacy_unit") is not None
+    if trial.plan.noise is None and not has_units and not trial.plan.from_config:
         constants = declare_constants(new_subject(make), 0.15)
         empty_steps, empty_trial = _run_without_gradients(make, fewer, seed, constants, dataset=[])
         _check_distribution(evidence, "empty batches", _whitened(evidence, empty_trial, empty_steps))

@@ -175,7 +175,7 @@ def test_report_marks_the_rate_as_declared_also_after_loading(tmp_path):
     report = loop.engine.report()
     text = " ".join(str(report).split())
     assert report.to_dict()["guarantee"]["epsilon"] == loop.engine.epsilon
-    assert "the rate 0.1 was declared by the user, dpengine drew no batch" in text
+    assert "the rate 0.1 was declared by the user; dpengine drew no batch" in text
     report.save(tmp_path)
     loaded = PrivacyReport.load(tmp_path)
     assert (str(loaded), loaded.to_json()) == (str(report), report.to_json())
