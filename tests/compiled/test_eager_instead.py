@@ -393,7 +393,8 @@ def test_a_loss_with_trainable_parameters_is_not_compiled(passes):
 def test_a_tensor_of_one_batch_is_not_kept(passes):
     outside = torch.randn(24, 6)
     trains_eagerly(
-        lambda: special(lambda model, h: h + outside[: len(h)] if len(h) != 24 else h + outside), "as many rows"
+        lambda: special(lambda model, h: h + outside[: len(h)] if len(h) != 24 else h + outside),
+        "of the length of the batch",
     )
     assert not passes
 

@@ -56,7 +56,7 @@ def test_the_neighboring_relation_is_in_the_report(api):
     private = api.open(mlp(), fixed_loader(104, batch_size=8), noise_multiplier=1.0)
     assert private.engine.describe()["relation"] == "zero-out"  # N gave the rate: it is public
     a_step(private)
-    assert "neighbours if" in str(private.engine.report())
+    assert "neighbors if" in str(private.engine.report())
     declared = {"sample_rate": 0.01, "expected_batch_size": 8.0, "target_delta": DELTA}
     private = api.open(mlp(), fixed_loader(104, batch_size=8), noise_multiplier=1.0, **declared)
     assert private.engine.describe()["relation"] == "add-or-remove-one"
