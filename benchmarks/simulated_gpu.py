@@ -90,7 +90,7 @@ class OnCard(Tensor):
         return _running().run(func, args, kwargs or {})
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Returns the tensor that holds the values."""
+        """Returns the name of the class, and the tensor that holds the values."""
         return f"OnCard({self.held!r})"
 
     def untyped_storage(self) -> torch.UntypedStorage:

@@ -153,8 +153,9 @@ class Replay:
             for old, new in zip(recorded.outputs, outputs, strict=True):
                 if old.shape != new.shape or not torch.allclose(old, new, rtol=1e-3, atol=1e-5, equal_nan=True):
                     raise UnsupportedLayerError(
-                        "The second forward pass returned a different output. grad_sample_mode='ghost' requires a "
-                        "deterministic forward (random numbers of torch, Python and NumPy are replayed).",
+                        f"The model ({type(model).__name__}) returned a different output in its second forward pass. "
+                        "grad_sample_mode='ghost' requires a deterministic forward (random numbers of torch, Python "
+                        "and NumPy are replayed).",
                         fix="Use grad_sample_mode='auto'.",
                     )
             return [None if grad is None else select(grad) for grad in recorded.grads]

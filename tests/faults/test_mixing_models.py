@@ -98,6 +98,12 @@ def memory_order(hidden, layer):
     return layer(hidden.transpose(0, 1).reshape(hidden.shape))
 
 
+def transposed_gradient_of_instance_norm(hidden, layer):
+    """Gives the gradient of ``instance_norm`` a memory layout for which torch's CPU kernel mixes samples."""
+    images = layer(hidden).view(len(hidden), 4, 2, 1).repeat(1, 1, 2, 3)
+    return F.instance_norm(images).permute(2, 3, 0, 1).contiguous().tanh()[0, 0].repeat(1, 2)
+
+
 def best_of_the_batch(hidden, layer):
     return layer(hidden / hidden.norm(dim=1).amax())
 
@@ -141,6 +147,21 @@ def test_every_planted_operation_is_found(between, inner_loss):
     mode = "hooks" if between is time_first else "auto"  # in which each sample is run alone through this model
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*does not keep the samples of a batch independent"):
         release_of(model, data, step, mode=mode)
+
+
+@pytest.mark.hazard("M2")
+def test_a_kernel_of_torch_that_mixes_gradients_is_found():
+    hidden = torch.randn(2, 8, requires_grad=True)
+    outputs = transposed_gradient_of_instance_norm(hidden, nn.Identity())
+    weights = torch.randn_like(outputs)
+    grads = [
+        torch.autograd.grad((outputs * weights * other).sum(), hidden, retain_graph=True)[0][0]
+        for other in (1.0, torch.tensor([[1.0], [9.0]]))  # of which the gradient of sample 0 must not depend
+    ]
+    if torch.allclose(*grads):
+        pytest.skip("this build of torch has the correct kernel")
+    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*does not keep the samples of a batch independent"):
+        release_of(Between(transposed_gradient_of_instance_norm), tensors(FEATURES), plain_step)
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE028")
