@@ -223,9 +223,9 @@ def test_the_engine_rejects_a_non_private_plan():
 def test_a_small_truncation_size_warns_with_a_sufficient_one(ask):
     settings = {"iterations": 20, "sampling_prob": 0.1, "num_examples": 1000, "noise_multiplier": 1.0}
     forget_notices()
-    with pytest.warns(PrivacyWarning, match=r"truncated_batch_size=120 truncates.*From (\d+) on") as seen:
+    with pytest.warns(PrivacyWarning, match=r"truncated_batch_size=120 truncates.*from (\d+) on") as seen:
         ask(DPSGDConfig(truncated_batch_size=120, **settings))
-    enough = int(str(seen[0].message).split("From ")[1].split()[0])
+    enough = int(str(seen[0].message).split("from ")[1].split()[0])
     forget_notices()
     ask(DPSGDConfig(truncated_batch_size=enough, **settings))  # a warning would be an error
     with pytest.warns(PrivacyWarning):
