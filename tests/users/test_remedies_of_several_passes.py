@@ -1,4 +1,4 @@
-"""GANs, adversarial inputs and preference pairs: the fix that an error message suggests is exact."""
+"""GANs, adversarial inputs, masks and preference pairs: the fix that an error message suggests is exact."""
 
 import copy
 
@@ -103,6 +103,21 @@ def test_an_attack_on_inputs_names_eval_mode_and_is_exact_in_it(steps):
     expected = expected_gradients(copy.deepcopy(loop.model), [(moved, targets)])
     loop.optimizer.zero_grad()
     F.cross_entropy(loop.model(moved), targets).backward()
+    loop.optimizer.step()
+    assert_same_gradients(gradients_of(loop.model), expected)
+
+
+def test_samples_that_a_mask_drops_are_rejected_and_exact_if_their_losses_are_masked():
+    loop = make_loop()
+    inputs, targets = first_batch(loop.loader, least=3)
+    keep = torch.arange(len(inputs)) % 3 > 0
+    with pytest.raises(BatchMismatchError, match="DPE018"):
+        F.cross_entropy(loop.model(inputs[keep]), targets[keep]).backward()
+    loop = make_loop()
+    inputs, targets = first_batch(loop.loader, least=3)
+    expected = expected_gradients(copy.deepcopy(loop.model), [(inputs[keep], targets[keep])])
+    loop.optimizer.zero_grad()
+    (F.cross_entropy(loop.model(inputs), targets, reduction="none") * keep).mean().backward()
     loop.optimizer.step()
     assert_same_gradients(gradients_of(loop.model), expected)
 
