@@ -173,6 +173,10 @@ RUNS = {
         lambda: vectors(5, 6),
     ),
     "convolutions": Run(convolutions, lambda: vectors(4, 9)),
+    "group norm": Run(
+        lambda: nn.Sequential(nn.Conv1d(4, 6, 3), nn.GroupNorm(3, 6), Apply(lambda x: x.mean(2)), nn.Linear(6, 3)),
+        lambda: vectors(4, 9),
+    ),
     "bilinear": Run(
         lambda: Parts(
             lambda m, x: m.head(m.norm(m.layer(x, x))),

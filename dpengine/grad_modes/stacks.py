@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from dpengine.capture.record import LayerCall, TensorCall, Use
+from dpengine.grad_samplers.devices import launches_kernels
 from dpengine.grad_samplers.sampler import GradSampler
 from dpengine.kernels.products import Job, has_kernels, job_table, outer_sums, sq_norms
 
@@ -74,6 +75,7 @@ class Stack:
         parts: The parameters, one part for each name in the layer.
         widens: True if half-precision tensors must become float32.
         compiled: True if compiled code forms the gradients, from the `Outers` of the layout.
+        has_bias: True if the parameters are named ``weight`` and ``bias``.
     """
 
     layer: nn.Module
@@ -81,6 +83,7 @@ class Stack:
     parts: tuple[Part, ...]
     widens: bool
     compiled: bool
+    has_bias: bool
 
     def grads(self, calls: Sequence[TensorCall], rows: int) -> list[Tensor]:
         """Returns the per-sample gradients, ``(B, L * numel)`` for each part."""
@@ -98,7 +101,9 @@ class Stack:
             grad = grad.view(first.shape)
         call = LayerCall(self.layer, (inputs,), grad, name=first.uses.name, mean_loss=first.uses.mean_loss)
         call = widened(call) if self.widens else call
-        return [part.grad(call).reshape(rows, -1) for part in self.parts]
+        together = self.parts[0].sampler.with_bias if self.has_bias and launches_kernels(grad.device) else None
+        formed = [part.grad(call) for part in self.parts] if together is None else together(call)
+        return [grad.reshape(rows, -1) for grad in formed]
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,7 +338,7 @@ def _stacks_of(first: TensorCall, indices: tuple[int, ...], parts: Mapping[str, 
             narrow = stays_narrow(as_call, [parts[name].sampler for name in names])
             widens = widened(as_call) is not as_call and not narrow
             selected = tuple(parts[name] for name in names)
-            stacks.append(Stack(as_call.layer, indices, selected, widens, is_compiled))
+            stacks.append(Stack(as_call.layer, indices, selected, widens, is_compiled, names == ["weight", "bias"]))
     return stacks
 
 

@@ -14,6 +14,7 @@ from dpengine.capture.record import LayerCall
 from dpengine.errors import UnsupportedLayerError
 from dpengine.kernels.products import Normed, Windows
 
+from .devices import launches_kernels
 from .sampler import GradSampler, argument
 
 
@@ -24,8 +25,28 @@ def sum_space(per_position: Tensor) -> Tensor:
 
 def _group_norm_weight_grad(call: LayerCall) -> Tensor:
     layer: Any = call.layer
+    if launches_kernels(call.grad_output.device) and len(call.grad_output):
+        return _group_norm_grads(call)[0]
     normed = F.group_norm(argument(call, 0, "input"), layer.num_groups, eps=layer.eps)
     return sum_space(normed * call.grad_output)
+
+
+def _group_norm_grads(call: LayerCall) -> tuple[Tensor, Tensor]:
+    """Returns the gradients of weight and bias, by the kernels of torch for the sums over a batch.
+
+    They get one sample, whose channels are those of all samples, and read inputs and output gradients once.
+    """
+    layer: Any = call.layer
+    inputs, grads = argument(call, 0, "input"), call.grad_output
+    channels, groups = grads.shape[0] * grads.shape[1], len(grads) * layer.num_groups
+    variance, mean = torch.var_mean(inputs.reshape(1, groups, -1), dim=2, correction=0)
+    grads_of_sums = torch.ops.aten.native_group_norm_backward(
+        *(tensor.reshape(1, channels, -1).contiguous() for tensor in (grads, inputs)),
+        *(mean, (variance + layer.eps).rsqrt(), grads.new_empty(channels)),  # the last for its shape
+        *(1, channels, grads.shape[2:].numel(), groups, [False, True, True]),
+    )
+    weight_grad, bias_grad = (grad.view(grads.shape[:2]) for grad in grads_of_sums[1:])
+    return weight_grad, bias_grad
 
 
 def _group_norm_bias_grad(call: LayerCall) -> Tensor:
@@ -45,7 +66,9 @@ def _group_norm_bias_windows(call: LayerCall) -> Windows:
 
 
 GROUP_NORM = {
-    "weight": GradSampler(_group_norm_weight_grad, settings=("num_groups", "eps"), job=_group_norm_job),
+    "weight": GradSampler(
+        _group_norm_weight_grad, settings=("num_groups", "eps"), job=_group_norm_job, with_bias=_group_norm_grads
+    ),
     "bias": GradSampler(_group_norm_bias_grad, settings=(), job=_group_norm_bias_windows),
 }
 

@@ -79,6 +79,8 @@ class GradSampler:
             layers from such jobs in one call. Depends on the tensors, their shapes and ``settings``.
         stacked_name: Name of the function in ``grads`` that computes the gradients of several layers in one call. Empty
             for ``grad``.
+        with_bias: Returns ``grad`` and the gradient of the layer's ``bias``, which take less time together on a device
+            that launches kernels.
         accepts_bfloat16: True if all functions also accept bfloat16 tensors and return float32 that was not rounded to
             bfloat16. Used on devices with such products; see note [bfloat16 products] of `bfloat16`.
         multi_call_sampler: Sampler to use if a parameter has several calls, whose norms cannot be added; None for this
@@ -103,6 +105,7 @@ class GradSampler:
     settings: tuple[str, ...] | None = None
     job: Callable[[LayerCall], Job] | None = None
     stacked_name: str = ""
+    with_bias: Callable[[LayerCall], tuple[Tensor, Tensor]] | None = None
     accepts_bfloat16: bool = False
     multi_call_sampler: GradSampler | None = None
 

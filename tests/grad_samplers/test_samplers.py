@@ -131,6 +131,9 @@ def test_every_algorithm_gives_the_gradients_and_norms_of_the_definition(case, d
         scale = truth[name].abs().max() if truth[name].numel() else 0.0
         for form in sampler.grads.values():
             assert ((form(run.call).double() - truth[name]).abs() <= TOLERANCE[dtype] * scale).all()
+        if sampler.with_bias is not None:
+            for grad, of in zip(sampler.with_bias(run.call), ("weight", "bias"), strict=True):
+                assert_close(grad, truth[of], TOLERANCE[dtype])
         for form in sampler.sq_norms.values():
             assert (form(run.call).double() >= true * (1 - 1e-6)).all()
             assert (form(run.call).double() <= true * (1 + (0.0101 if dtype == F32 else 1e-9)) + 1e-30).all()
