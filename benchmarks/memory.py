@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from benchmarks.cells import CELLS, Cell, vectors
+from benchmarks.cells import Cell, vectors
 from benchmarks.contenders import start
+from benchmarks.held_out import ALL
 from benchmarks.runner import Setting
 
 _MIB = 1 << 20
@@ -79,4 +80,4 @@ def _resident(field: str) -> int:
 
 if __name__ == "__main__":
     task = json.loads(sys.argv[1])
-    print(json.dumps(_measure(CELLS[task["cell"]], task["contender"], Setting(**task["setting"]))))
+    print(json.dumps(_measure(ALL[task["cell"]], task["contender"], Setting(**task["setting"]))))

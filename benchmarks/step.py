@@ -24,6 +24,7 @@ import torch
 from benchmarks import table
 from benchmarks.cells import CELLS
 from benchmarks.contenders import BASELINES, CONTENDERS, NOT_RUN, OUR_MODES
+from benchmarks.held_out import ALL, HELD_OUT
 from benchmarks.runner import Setting
 from benchmarks.timing import Protocol, measure
 
@@ -43,7 +44,7 @@ def contenders_for(modes: list[str], peers: list[str]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", nargs="+", default=["all"], choices=["all", *CELLS])
+    parser.add_argument("--cells", nargs="+", default=["all"], choices=["all", "held-out", *ALL])
     parser.add_argument("--peers", nargs="+", default=["all"], choices=["all", "none", *LIBRARIES])
     parser.add_argument("--modes", nargs="+", default=list(OUR_MODES), choices=[*OUR_MODES, "whole_model"])
     parser.add_argument("--steps", type=int, default=20)
@@ -94,8 +95,9 @@ def main() -> None:
         "cells": {},
     }
     contenders = contenders_for(given.modes, given.peers)
-    for name in list(CELLS) if "all" in given.cells else given.cells:
-        results["cells"][name] = measure(name, CELLS[name], contenders, protocol, setting)
+    groups = {"all": CELLS, "held-out": HELD_OUT}
+    for name in (name for cell in given.cells for name in groups.get(cell, [cell])):
+        results["cells"][name] = measure(name, ALL[name], contenders, protocol, setting)
         print(table.detail({"cells": {name: results["cells"][name]}}), end="\n\n", flush=True)
         if given.out:
             with open(given.out, "w") as file:
