@@ -26,6 +26,21 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 __all__ = ["CASES", "MODELS", "Case", "ModelCase"]
 
 
+class Conv1D(nn.Module):
+    """Has the name and the parameters of the linear layer of GPT-2 in transformers."""
+
+    def __init__(self, out_features: int, in_features: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(in_features, out_features))
+        self.bias = nn.Parameter(torch.randn(out_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
 @dataclass(frozen=True)
 class Case:
     """A layer and its inputs.
@@ -67,6 +82,10 @@ def _linear() -> list[Case]:
         Case("linear-expanded", lambda: linear(3, 4), batch(floats(7, 3, layout=expanded))),
         Case("linear-by-keyword", lambda: linear(3, 4), batch(floats(3)), keywords=("input",)),
         Case("linear-of-attention", lambda: NonDynamicallyQuantizableLinear(3, 4), batch(floats(2, 3))),
+        Case("linear-transposed", lambda: Conv1D(4, 3), batch(floats(7, 3))),
+        Case("linear-transposed-flat", lambda: Conv1D(4, 3), batch(floats(3))),
+        Case("linear-transposed-narrowing", lambda: Conv1D(24, 32), batch(floats(5, 32))),
+        Case("linear-transposed-by-keyword", lambda: Conv1D(4, 3), batch(floats(7, 3)), keywords=("x",)),
         Case("bilinear", lambda: nn.Bilinear(3, 4, 2), batch(floats(3), floats(4))),
         Case("bilinear-sequence", lambda: nn.Bilinear(3, 4, 2), batch(floats(5, 3), floats(5, 4))),
         Case("bilinear-wide", lambda: nn.Bilinear(8, 7, 9, bias=False), batch(floats(2, 3, 8), floats(2, 3, 7))),

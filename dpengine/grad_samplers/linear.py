@@ -6,7 +6,9 @@ Axes: B samples, T positions (all axes between the batch and the features, flatt
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ def tokens(features: Tensor) -> Tensor:
 
 
 def _acts_and_grads(call: LayerCall) -> tuple[Tensor, Tensor]:
-    acts, grads = call.inputs[0] if call.inputs else call.kwargs["input"], call.grad_output
+    acts, grads = call.inputs[0] if call.inputs else next(iter(call.kwargs.values())), call.grad_output
     if grads.dtype is torch.bfloat16:  # under autocast, the layer multiplied in bfloat16
         acts = acts.to(grads.dtype)
     if grads.dim() == 2:
@@ -123,22 +125,47 @@ def _bias_windows(call: LayerCall) -> Windows:
     return Windows.of_ones(call.grad_output, features_last=True)
 
 
+_WEIGHT = GradSampler(
+    grad=_weight_grad,
+    sq_norm=_weight_sq_norm,
+    weighted_sum=_weight_sum,
+    add_weighted_sum=_add_weight_sum,
+    concat=_concat,
+    rounding_scale=_weight_rounding_scale,
+    factors=_factors,
+    with_factors=_with_factors,
+    cost=_weight_cost,
+    write_grads={"direct": _write_weight_grad},
+    sq_norm_name="gram",
+    settings=(),
+    job=_weight_windows,
+    accepts_bfloat16=True,
+)
+
 SAMPLERS = {
-    "weight": GradSampler(
-        grad=_weight_grad,
-        sq_norm=_weight_sq_norm,
-        weighted_sum=_weight_sum,
-        add_weighted_sum=_add_weight_sum,
-        concat=_concat,
-        rounding_scale=_weight_rounding_scale,
-        factors=_factors,
-        with_factors=_with_factors,
-        cost=_weight_cost,
-        write_grads={"direct": _write_weight_grad},
-        sq_norm_name="gram",
-        settings=(),
-        job=_weight_windows,
-        accepts_bfloat16=True,
-    ),
+    "weight": _WEIGHT,
     "bias": GradSampler(_bias_grad, settings=(), job=_bias_windows, accepts_bfloat16=True),
+}
+
+
+def _swapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function of a call with inputs and output gradient in each other's place, and of other arguments."""
+
+    def of_swapped(call: LayerCall, *others: Any) -> Any:
+        acts_BTI, grads_BTO = _acts_and_grads(call)
+        return function(call.replace(inputs=(grads_BTO,), kwargs={}, grad_output=acts_BTI), *others)
+
+    return of_swapped
+
+
+TRANSPOSED = {  # of a layer that multiplies by a weight (I, O)
+    "weight": replace(
+        _WEIGHT,
+        grad=_swapped(_weight_grad),
+        weighted_sum=_swapped(_weight_sum),
+        add_weighted_sum=_swapped(_add_weight_sum),
+        write_grads={"direct": _swapped(_write_weight_grad)},
+        job=_swapped(_weight_windows),
+    ),
+    "bias": SAMPLERS["bias"],
 }

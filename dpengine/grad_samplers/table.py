@@ -36,6 +36,10 @@ BUILTIN: Mapping[type[nn.Module], Mapping[str, GradSampler]] = {
     nn.PReLU: prelu.SAMPLERS,
 }
 
+_OF_LIBRARIES: Mapping[str, Mapping[str, GradSampler]] = {  # by qualified name; the library may not be installed
+    "transformers.pytorch_utils.Conv1D": linear.TRANSPOSED,
+}
+
 
 def sampler_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSampler | None:
     """Returns the rule for a module by its exact class; None if only the functional fallback supports it.
@@ -48,7 +52,7 @@ def sampler_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSampler |
     if kind in REGISTERED:
         registered = REGISTERED[kind]
         return None if registered is None else registered.sampler
-    samplers = BUILTIN.get(kind)
+    samplers = BUILTIN.get(kind) or _OF_LIBRARIES.get(f"{kind.__module__}.{kind.__qualname__}")
     if samplers is None:
         return None
     embedding.check_embedding(module)
