@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from dpengine.capture.tensors import elements_key
+from dpengine.kernels import onednn
 
 from .devices import memory_for
 
@@ -56,6 +57,11 @@ def product(left_BMK: Tensor, right_BKN: Tensor, out: Tensor | None = None) -> T
     if left_BMK.shape[2] == 1:  # bmm takes up to 15 times as long for an outer product
         dtype = torch.promote_types(left_BMK.dtype, torch.float32)
         return torch.mul(left_BMK.to(dtype), right_BKN.to(dtype), out=out)
+    if onednn.is_faster(left_BMK, right_BKN):
+        out = left_BMK.new_empty(*left_BMK.shape[:2], right_BKN.shape[2]) if out is None else out
+        for left_MK, right_KN, out_MN in zip(left_BMK, right_BKN, out, strict=True):
+            out_MN.copy_(onednn.product(left_MK, right_KN))
+        return out
     if left_BMK.dtype is not torch.bfloat16:
         return torch.bmm(left_BMK, right_BKN, out=out)
     if left_BMK.device.type != "cuda":
@@ -65,7 +71,13 @@ def product(left_BMK: Tensor, right_BKN: Tensor, out: Tensor | None = None) -> T
 
 def add_product(out: Tensor, left_MK: Tensor, right_KN: Tensor, scale: float, keep: float) -> None:
     """Writes ``keep * out + scale * left_MK @ right_KN`` to ``out``, which may be uninitialized if ``keep`` is 0."""
-    if left_MK.dtype is not torch.bfloat16:
+    if onednn.is_faster(left_MK, right_KN):
+        product_MN = onednn.product(left_MK, right_KN)
+        if keep:
+            out.add_(product_MN, alpha=scale)
+        else:
+            torch.mul(product_MN, scale, out=out)
+    elif left_MK.dtype is not torch.bfloat16:
         torch.addmm(out, left_MK, right_KN, alpha=scale, beta=keep, out=out)
     elif out.device.type != "cuda":
         torch.addmm(out, left_MK.float(), right_KN.float(), alpha=scale, beta=keep, out=out)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpengine.kernels import onednn
 from dpengine.kernels.library import native_library
 
 from .schedule import Schedule
@@ -36,7 +37,7 @@ def lstm_run(
 ) -> tuple[Tensor, Tensor | None]:
     """Computes states and cell states in place. Returns the gates, and the output before projection, if any."""
     samples, size, project = len(gates), cells.shape[-1], weights.project_PH
-    hidden, bias = _scratch(gates, weights)
+    scratch, bias = _scratch(gates, weights)
     weight = weights.hidden_GP.t()
     state = states[schedule.start(states)].clone(memory_format=torch.contiguous_format)  # contiguous, for torch.mm
     outputs = None if project is None else gates.new_zeros(samples, schedule.steps, size)
@@ -44,7 +45,7 @@ def lstm_run(
     buffer = states if outputs is None else outputs
     strides = (size, gates.stride(0), cells.stride(0), buffer.stride(0))
     for time, count, before, after in schedule.step_indices(samples):
-        torch.mm(_first(state, count), weight, out=_first(hidden, count))
+        hidden = _product(_first(state, count), weight, scratch)
         library.lstm_step_f32(
             *(count, *strides, hidden.data_ptr(), bias.data_ptr(), _at(gates, time), _at(cells, before)),
             *(_at(cells, after), _at(buffer, after if outputs is None else time), packed.data_ptr()),
@@ -73,7 +74,7 @@ def lstm_back(
             *(_at(grad_states, after) if g_output is None else g_output.data_ptr(), grad_c.data_ptr()),
             *(_at(deltas, time), packed.data_ptr()),
         )
-        _first(slots[before], count).addmm_(_first(packed, count), weights.hidden_GP)
+        _add_product(_first(slots[before], count), _first(packed, count), weights.hidden_GP)
     return deltas, deltas
 
 
@@ -82,13 +83,13 @@ def gru_run(
 ) -> tuple[Tensor, Tensor]:
     """Computes the states in place. Returns the gates, and the hidden part of the candidate."""
     samples, size = len(gates), states.shape[-1]
-    hidden, bias = _scratch(gates, weights)
+    scratch, bias = _scratch(gates, weights)
     weight = weights.hidden_GP.t()
     state = states[schedule.start(states)].clone(memory_format=torch.contiguous_format)
     extra = gates.new_zeros(samples, schedule.steps, size)
     strides = (size, gates.stride(0), states.stride(0), extra.stride(0))
     for time, count, before, after in schedule.step_indices(samples):
-        torch.mm(_first(state, count), weight, out=_first(hidden, count))
+        hidden = _product(_first(state, count), weight, scratch)
         library.gru_step_f32(
             *(count, *strides, hidden.data_ptr(), bias.data_ptr(), _at(gates, time), _at(extra, time)),
             *(_at(states, before), _at(states, after), state.data_ptr()),
@@ -110,7 +111,7 @@ def gru_back(
             *(count, *strides, _at(gates, time), _at(extra, time), _at(states, before), _at(grad_states, after)),
             *(_at(grad_states, before), _at(deltas, time), _at(by_hidden, time), packed.data_ptr()),
         )
-        _first(slots[before], count).addmm_(_first(packed, count), weights.hidden_GP)
+        _add_product(_first(slots[before], count), _first(packed, count), weights.hidden_GP)
     return deltas, by_hidden
 
 
@@ -118,6 +119,20 @@ def _scratch(gates: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
     """Returns scratch memory for the hidden part of the gates in one step, and the bias."""
     width = gates.shape[-1]
     return gates.new_empty(len(gates), width), gates.new_zeros(width) if weights.bias_G is None else weights.bias_G
+
+
+def _product(left_MK: Tensor, right_KN: Tensor, scratch: Tensor) -> Tensor:
+    """Returns the product, which may be in the scratch memory."""
+    if onednn.is_faster(left_MK, right_KN):
+        return onednn.product(left_MK, right_KN)
+    return torch.mm(left_MK, right_KN, out=_first(scratch, len(left_MK)))
+
+
+def _add_product(out: Tensor, left_MK: Tensor, right_KN: Tensor) -> None:
+    if onednn.is_faster(left_MK, right_KN):
+        out.add_(onednn.product(left_MK, right_KN))
+    else:
+        out.addmm_(left_MK, right_KN)
 
 
 def _first(tensor_B: Tensor, count: int) -> Tensor:
