@@ -1,8 +1,8 @@
 """Training loops in which one sample changes the gradients of others, as found in practice.
 
-They were written from the specification, independently of the code that checks it. `ROWS`, `TOKENS` and `MAPS`
-are tables of functions ``(model, x, y, state)`` that return the loss, by kind of data; ``state`` is a dict that lasts
-for the training. Loops of one line are in tables by the value that they change: losses of samples, outputs or inputs.
+They were written from the specification, independently of the code of the check. `VECTORS`, `TOKENS` and `MAPS`
+are tables of functions ``(model, x, y, state)`` that return the loss, by kind of data; ``state`` is a dict that is kept
+during the training. Loops of one line are in tables by the value that they change: losses, outputs or inputs.
 """
 
 import numpy as np
@@ -13,15 +13,15 @@ from torch import nn
 CLASSES = 3
 
 
-def each(o, y):
+def sample_losses(o, y):
     return F.cross_entropy(o, y, reduction="none")
 
 
-def each_token(o, y):
+def token_losses(o, y):
     return F.cross_entropy(o.transpose(1, 2), y, ignore_index=-100, reduction="none")
 
 
-def each_pixel(o, y):
+def pixel_losses(o, y):
     return F.binary_cross_entropy_with_logits(o[:, 0], y, reduction="none")
 
 
@@ -38,7 +38,7 @@ def similarity(o):
     return z @ z.T
 
 
-def batch_normed(o):
+def batch_normalized(o):
     return F.batch_norm(o, None, None, training=True)
 
 
@@ -52,10 +52,10 @@ class Reversal(torch.autograd.Function):
         return -grad + grad.mean(0)
 
 
-OF_LOSSES = {  # of the losses (B,) of samples, and of labels
+LOSS_REDUCTIONS = {  # functions of the losses of samples (B,) and of the labels
     "hard_negatives": lambda loss, y: loss[loss > loss.mean()].sum() / len(y),
     "ohem": lambda loss, y: loss.topk(max(1, len(y) // 2)).values.mean(),
-    "kept_by_sort": lambda loss, y: loss.sort(descending=True).values[: len(loss) // 3 + 1].mean(),
+    "largest_by_sort": lambda loss, y: loss.sort(descending=True).values[: len(loss) // 3 + 1].mean(),
     "quantile_clip": lambda loss, y: torch.minimum(loss, loss.detach().quantile(0.7)).mean(),
     "median_scaled": lambda loss, y: (loss / loss.detach().median()).mean(),
     "curriculum": lambda loss, y: (loss * torch.softmax(-loss.detach(), 0)).sum(),
@@ -78,20 +78,20 @@ OF_LOSSES = {  # of the losses (B,) of samples, and of labels
     "trimmed_mean": lambda loss, y: (loss.sum() - loss.max()) / (len(loss) - 1),
     "median_of_means": lambda loss, y: torch.stack([part.mean() for part in loss.tensor_split(3)]).median(),
     "means_of_chunks": lambda loss, y: torch.stack([part.mean() for part in loss.split(4)]).mean(),
-    "weights_by_place": lambda loss, y: (loss * torch.linspace(1, 0.5, len(y))).mean(),
-    "weights_in_turn": lambda loss, y: (loss * torch.tensor([1.0 if i % 2 else 0.5 for i in range(len(y))])).mean(),
-    "labels_that_count": lambda loss, y: loss.sum() / (len(y) - (y == 0).sum()).clamp(min=1),
+    "weights_by_position": lambda loss, y: (loss * torch.linspace(1, 0.5, len(y))).mean(),
+    "alternating_weights": lambda loss, y: (loss * torch.tensor([1.0 if i % 2 else 0.5 for i in range(len(y))])).mean(),
+    "mean_over_positive_labels": lambda loss, y: loss.sum() / (len(y) - (y == 0).sum()).clamp(min=1),
 }
-OF_OUTPUTS = {  # of outputs (B, CLASSES) and labels, instead of the cross entropy
+OUTPUT_LOSSES = {  # functions of outputs (B, CLASSES) and labels that replace the cross entropy
     "class_balanced": lambda o, y: F.cross_entropy(o, y, weight=1 / counts(y).clamp(min=1), reduction="sum") / len(y),
     "smoothing_by_frequency": lambda o, y: F.cross_entropy(o, 0.9 * one_hot(y) + 0.1 * counts(y) / len(y)),
     "logit_adjustment": lambda o, y: F.cross_entropy(o + (counts(y) / len(y) + 1e-3).log(), y),
     "boolean_indexing": lambda o, y: F.cross_entropy(o[y != 0], y[y != 0]),
     "float_of_max": lambda o, y: F.cross_entropy(o / float(o.detach().abs().max()), y),
     "temperature_of_batch": lambda o, y: F.cross_entropy(o / o.std(), y),
-    "centred_logits": lambda o, y: F.cross_entropy(o - o.mean(0, keepdim=True), y),
-    "batch_normed_outputs": lambda o, y: F.cross_entropy(batch_normed(o), y),
-    "triplet_of_neighbours": lambda o, y: F.triplet_margin_loss(o, o.roll(1, 0), o.roll(2, 0)),
+    "centered_logits": lambda o, y: F.cross_entropy(o - o.mean(0, keepdim=True), y),
+    "batch_normed_outputs": lambda o, y: F.cross_entropy(batch_normalized(o), y),
+    "triplet_of_neighbors": lambda o, y: F.triplet_margin_loss(o, o.roll(1, 0), o.roll(2, 0)),
     "list_net": lambda o, y: F.cross_entropy(o[:, 0][None], y.float().softmax(0)[None]),
     "self_attention_over_batch": lambda o, y: F.cross_entropy(
         F.scaled_dot_product_attention(o[None], o[None], o[None])[0], y
@@ -106,7 +106,7 @@ OF_OUTPUTS = {  # of outputs (B, CLASSES) and labels, instead of the cross entro
     "flooding": lambda o, y: (F.cross_entropy(o, y) - 1.1).abs() + 1.1,
     "gradient_reversal": lambda o, y: F.cross_entropy(Reversal.apply(o), y),
 }
-PENALTIES = {  # of outputs and labels, next to the cross entropy
+PENALTIES = {  # functions of outputs and labels, added to the cross entropy
     "entropy_of_mean": lambda o, y: (o.softmax(1).mean(0) * o.softmax(1).mean(0).log()).sum(),
     "diversity": lambda o, y: 0.1 * torch.cdist(o, o).mean(),
     "orthogonality": lambda o, y: (o.T @ o / len(o) - torch.eye(CLASSES)).square().sum(),
@@ -117,7 +117,7 @@ PENALTIES = {  # of outputs and labels, next to the cross entropy
     "einsum_gram": lambda o, y: torch.einsum("bi,ci->bc", o, o).square().mean(),
     "penalty_over_size": lambda o, y: o.square().mean() / len(o),
 }
-OF_INPUTS = {  # of the inputs (B, 4) of the model
+INPUT_CHANGES = {  # functions of the inputs (B, 4) of the model
     "whitened": lambda x: (x - x.mean(0)) / (x.std(0) + 1e-3),
     "scaled_by_largest": lambda x: x / x.abs().max(),
     "imputed_by_batch": lambda x: torch.where(x > 1.0, x.masked_fill(x > 1.0, 0).mean(0), x),
@@ -129,32 +129,32 @@ OF_INPUTS = {  # of the inputs (B, 4) of the model
 
 
 def focal_batch_alpha(m, x, y, s):
-    loss = each(m(x), y)
+    loss = sample_losses(m(x), y)
     alpha = 1 - (counts(y) / len(y))[y]
     return (alpha * (1 - torch.exp(-loss)) ** 2 * loss).mean()
 
 
 def focal_normalized(m, x, y, s):
-    loss = each(m(x), y)
+    loss = sample_losses(m(x), y)
     modulating = (1 - torch.exp(-loss)) ** 2
     return (modulating * loss).sum() / modulating.detach().sum()
 
 
 def index_add_mean(m, x, y, s):
-    loss = each(m(x), y)
+    loss = sample_losses(m(x), y)
     totals = torch.zeros(CLASSES).index_add_(0, y, loss)
     present = torch.zeros(CLASSES).index_fill_(0, y.unique(), 1.0)
     return totals.sum() / present.sum()
 
 
 def masked_by_nonzero(m, x, y, s):
-    loss = each(m(x), y) * (x[:, 0] > 0)
+    loss = sample_losses(m(x), y) * (x[:, 0] > 0)
     return loss.sum() / max(1, len(loss.detach().nonzero()))
 
 
 def masked_by_count(m, x, y, s):
     mask = x[:, 0] > 0
-    return (each(m(x), y) * mask).sum() / mask.count_nonzero().clamp(min=1)
+    return (sample_losses(m(x), y) * mask).sum() / mask.count_nonzero().clamp(min=1)
 
 
 def selected_before_model(m, x, y, s):
@@ -167,28 +167,28 @@ def pseudo_labels(m, x, y, s):
     o = m(x)
     certainty = o.detach().softmax(1).amax(1)
     mask = (certainty > certainty.mean()).float()
-    return (each(o, o.detach().argmax(1)) * mask).sum() / mask.sum()
+    return (sample_losses(o, o.detach().argmax(1)) * mask).sum() / mask.sum()
 
 
 def python_list(m, x, y, s):
     labels = y.tolist()
     weight = torch.tensor([len(labels) / labels.count(label) for label in labels])
-    return (each(m(x), y) * weight).mean()
+    return (sample_losses(m(x), y) * weight).mean()
 
 
 def numpy_weights(m, x, y, s):
     share = np.bincount(y.numpy(), minlength=CLASSES) / len(y)
-    return (each(m(x), y) * torch.from_numpy(1 - share).float()[y]).mean()
+    return (sample_losses(m(x), y) * torch.from_numpy(1 - share).float()[y]).mean()
 
 
 def comprehension(m, x, y, s):
-    loss = each(m(x), y)
+    loss = sample_losses(m(x), y)
     return sum(loss[i] for i in range(len(y)) if y[i] > 0) / sum(1 for one in y if one > 0)
 
 
 def counted_in_python(m, x, y, s):
     kept = [i for i, label in enumerate(y.tolist()) if label]
-    return each(m(x), y)[kept].sum() / max(1, len(kept))
+    return sample_losses(m(x), y)[kept].sum() / max(1, len(kept))
 
 
 def numpy_temperature(m, x, y, s):
@@ -296,8 +296,8 @@ def barlow_twins(m, x, y, s):
 
 def vicreg(m, x, y, s):
     a, b = m(x), m(x * 0.9)
-    spread = F.relu(1 - a.var(0).add(1e-4).sqrt()).mean()
-    return F.mse_loss(a, b) + spread
+    variance = F.relu(1 - a.var(0).add(1e-4).sqrt()).mean()
+    return F.mse_loss(a, b) + variance
 
 
 def deep_cluster(m, x, y, s):
@@ -347,7 +347,7 @@ def unique_labels(m, x, y, s):
 
 
 def moving_average_scale(m, x, y, s):
-    loss = each(m(x), y)
+    loss = sample_losses(m(x), y)
     s["average"] = 0.5 * s.get("average", 1.0) + 0.5 * loss.detach().mean()
     return (loss / s["average"]).mean()
 
@@ -418,12 +418,12 @@ def labels_swapped(m, x, y, s):
 
 def focusing_by_accuracy(m, x, y, s):
     o = m(x)
-    gamma, loss = 2 * (o.argmax(1) == y).float().mean(), each(o, y)
+    gamma, loss = 2 * (o.argmax(1) == y).float().mean(), sample_losses(o, y)
     return ((1 - torch.exp(-loss)) ** gamma * loss).mean()
 
 
 def histogram_weights(m, x, y, s):
-    loss = each(m(x), y)
+    loss = sample_losses(m(x), y)
     heights = torch.histc(loss.detach(), 5, 0, 3)
     return (loss / heights[(loss.detach() / 0.6).long().clamp(0, 4)].clamp(min=1)).mean()
 
@@ -441,25 +441,25 @@ def soft_f1(m, x, y, s):
 
 
 def value_at_risk(m, x, y, s):
-    loss = each(m(x), y)
+    loss = sample_losses(m(x), y)
     bound = loss.detach().quantile(0.8)
     return bound + F.relu(loss - bound).mean() / 0.2
 
 
-OF_TOKENS = {  # of scores (B, T, words) and of labels (B, T), with -100 for no label
+TOKEN_LOSSES = {  # functions of scores (B, T, words) and labels (B, T), where -100 means no label
     "token_mean": lambda o, y: F.cross_entropy(o.flatten(0, 1), y.flatten()),
-    "token_sum_over_count": lambda o, y: each_token(o, y).sum() / (y != -100).sum(),
+    "token_sum_over_count": lambda o, y: token_losses(o, y).sum() / (y != -100).sum(),
     "tokens_by_item": lambda o, y: (
         F.cross_entropy(o.flatten(0, 1), y.flatten(), reduction="sum") / (y != -100).sum().item()
     ),
     "packed": lambda o, y: F.cross_entropy(o[y != -100], y[y != -100]),
-    "longest_of_batch": lambda o, y: (each_token(o, y).sum(1) / (y != -100).sum(1).max()).mean(),
+    "longest_of_batch": lambda o, y: (token_losses(o, y).sum(1) / (y != -100).sum(1).max()).mean(),
     "token_importance": lambda o, y: (
-        each_token(o, y) * torch.softmax(each_token(o, y).detach().flatten(), 0).view_as(y)
+        token_losses(o, y) * torch.softmax(token_losses(o, y).detach().flatten(), 0).view_as(y)
     ).sum(),
-    "z_loss_of_batch": lambda o, y: (each_token(o, y).sum(1) / 5).mean() + torch.logsumexp(o, -1).mean() ** 2,
+    "z_loss_of_batch": lambda o, y: (token_losses(o, y).sum(1) / 5).mean() + torch.logsumexp(o, -1).mean() ** 2,
 }
-OF_PROBABILITIES = {  # of each pixel (B, 4, 4), and of masks
+PROBABILITY_LOSSES = {  # functions of the probabilities of pixels (B, 4, 4) and of masks
     "batch_dice": lambda p, y: 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1),
     "dice_over_axes": lambda p, y: 1 - 2 * torch.einsum("bhw,bhw->", p, y) / (p.square().sum() + y.square().sum() + 1),
     "tversky": lambda p, y: (
@@ -470,11 +470,11 @@ OF_PROBABILITIES = {  # of each pixel (B, 4, 4), and of masks
         (p - y).abs().flatten().sort(descending=True).values * torch.linspace(1, 0, y.numel())
     ).mean(),
 }
-OF_PIXELS = {  # of the losses of pixels, and of masks
+PIXEL_LOSS_REDUCTIONS = {  # functions of the losses of pixels and of masks
     "pixels_of_foreground": lambda loss, y: loss[y > 0].mean() + loss[y == 0].mean(),
     "hardest_pixels": lambda loss, y: loss.flatten().topk(12).values.mean(),
 }
-OF_MAPS = {
+MAP_LOSSES = {
     "positive_weight_of_batch": lambda o, y: F.binary_cross_entropy_with_logits(
         o[:, 0], y, pos_weight=(1 - y).sum() / y.sum().clamp(min=1)
     ),
@@ -488,20 +488,20 @@ def _functions(first, last):
 
 
 def _loops(table, loss_of):
-    """The loops of a table; ``loss_of(function, m, x, y)`` is the loss by a function in it."""
+    """Returns the loops of a table; ``loss_of(f, m, x, y)`` is the loss with function ``f`` of the table."""
     return {name: lambda m, x, y, s, f=f: loss_of(f, m, x, y) for name, f in table.items()}
 
 
-ROWS = {
+VECTORS = {
     **_functions("focal_batch_alpha", "value_at_risk"),
-    **_loops(OF_LOSSES, lambda f, m, x, y: f(each(m(x), y), y)),
-    **_loops(OF_OUTPUTS, lambda f, m, x, y: f(m(x), y)),
+    **_loops(LOSS_REDUCTIONS, lambda f, m, x, y: f(sample_losses(m(x), y), y)),
+    **_loops(OUTPUT_LOSSES, lambda f, m, x, y: f(m(x), y)),
     **_loops(PENALTIES, lambda f, m, x, y: (lambda o: F.cross_entropy(o, y) + f(o, y))(m(x))),
-    **_loops(OF_INPUTS, lambda f, m, x, y: F.cross_entropy(m(f(x)), y)),
+    **_loops(INPUT_CHANGES, lambda f, m, x, y: F.cross_entropy(m(f(x)), y)),
 }
-TOKENS = _loops(OF_TOKENS, lambda f, m, x, y: f(m(x), y))
+TOKENS = _loops(TOKEN_LOSSES, lambda f, m, x, y: f(m(x), y))
 MAPS = {
-    **_loops(OF_PROBABILITIES, lambda f, m, x, y: f(m(x).sigmoid()[:, 0], y)),
-    **_loops(OF_PIXELS, lambda f, m, x, y: f(each_pixel(m(x), y), y)),
-    **_loops(OF_MAPS, lambda f, m, x, y: f(m(x), y)),
+    **_loops(PROBABILITY_LOSSES, lambda f, m, x, y: f(m(x).sigmoid()[:, 0], y)),
+    **_loops(PIXEL_LOSS_REDUCTIONS, lambda f, m, x, y: f(pixel_losses(m(x), y), y)),
+    **_loops(MAP_LOSSES, lambda f, m, x, y: f(m(x), y)),
 }

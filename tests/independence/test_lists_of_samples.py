@@ -32,18 +32,18 @@ def collate(batch):
     return torch.stack([x for x, _ in batch]), [y for _, y in batch]
 
 
-def of_each(model, x, ys):
+def mean_over_samples(model, x, ys):
     losses = [F.mse_loss(outputs[: len(y)], y) for outputs, y in zip(model(x), ys, strict=True)]
     return sum(losses) / len(losses)
 
 
-def of_all(model, x, ys):
+def mean_over_elements(model, x, ys):
     outputs = torch.cat([outputs[: len(y)] for outputs, y in zip(model(x), ys, strict=True)])
     large = torch.cat(ys) > 0.6
     return ((outputs - torch.cat(ys)).square() * large).sum() / large.sum().clamp(min=1)
 
 
-def trained(loss_of, data, *, batch_size=6, **options):
+def run_training(loss_of, data, *, batch_size=6, **options):
     """Trains an epoch; returns the engine and the warnings that name the loss."""
     forget_notices()
     with undecided() as shown:
@@ -54,7 +54,7 @@ def trained(loss_of, data, *, batch_size=6, **options):
 
 @pytest.mark.parametrize("data", DATA.values(), ids=DATA)
 def test_a_sum_over_the_samples_of_a_list_is_accepted(data):
-    engine, shown = trained(of_each, data)
+    engine, shown = run_training(mean_over_samples, data)
     # elements of different lengths cannot be swapped when the loop is run again
     assert inside.checked_loops(engine) > 0 and not shown if data is DATA["boxes"] else len(shown) == 1
 
@@ -65,14 +65,14 @@ def test_a_sum_over_the_samples_of_a_list_is_accepted(data):
 def test_check_loop_swaps_list_elements(data, size):
     model = net()
     batch = collate(data[:size])
-    assert check_loop(lambda batch: of_each(model, *batch), [batch]).ok
+    assert check_loop(lambda batch: mean_over_samples(model, *batch), [batch]).ok
     with pytest.raises(BatchDependentLossError, match="The loss mixes samples"):
-        check_loop(lambda batch: of_all(model, *batch), [batch])
+        check_loop(lambda batch: mean_over_elements(model, *batch), [batch])
 
 
 def test_a_mean_over_all_elements_of_a_list_is_rejected():
     with pytest.raises(BatchDependentLossError, match="The loss mixes samples"):
-        trained(of_all, DATA["boxes"])
+        run_training(mean_over_elements, DATA["boxes"])
 
 
 @pytest.mark.slow
@@ -80,16 +80,16 @@ def test_ambiguous_list_is_resolved_at_another_batch_size():
     """Four samples with four entries each."""
     data = DATA["boxes"]
     model, batch = net(), collate(data[:4])
-    found = check_loop(lambda batch: of_each(model, *batch), [batch, collate(data[:5])])
+    found = check_loop(lambda batch: mean_over_samples(model, *batch), [batch, collate(data[:5])])
     assert found.batches == 1 and found.undecided == (
         "a list of the batch may hold samples or columns: pass a batch of another size",
     )
-    _, shown = trained(of_each, data[:4], batch_size=4, sample_rate=1.0)
+    _, shown = run_training(mean_over_samples, data[:4], batch_size=4, sample_rate=1.0)
     assert len(shown) == 1 and "may hold samples or columns" in shown[0]
-    engine, _ = trained(of_each, data, batch_size=4)
+    engine, _ = run_training(mean_over_samples, data, batch_size=4)
     assert inside.checked_loops(engine) > 0
     with pytest.raises(BatchDependentLossError):
-        trained(of_all, data, batch_size=4)
+        run_training(mean_over_elements, data, batch_size=4)
 
 
 @pytest.mark.parametrize("seed", [4, 5, 7])

@@ -19,7 +19,7 @@ MODES = ["auto", "ghost"]
 STEPS = 4
 
 
-class Made(nn.Module):
+class StatefulModel(nn.Module):
     """Model with a body, a head, the given forward function, and attributes for state on model and layer."""
 
     def __init__(self, run):
@@ -35,13 +35,13 @@ class Made(nn.Module):
         return self.run(self, inputs)
 
 
-def plain(model, optimizer, inputs, targets):
+def plain_step(model, optimizer, inputs, targets):
     optimizer.zero_grad()
     F.cross_entropy(model(inputs), targets).backward()
     optimizer.step()
 
 
-def trained(model, step=plain, *, mode="auto", steps=STEPS, samples=6):
+def run_training(model, step=plain_step, *, mode="auto", steps=STEPS, samples=6):
     """Trains on batches of different data."""
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -126,26 +126,28 @@ def field_of_an_object(model, inputs):
     return model.head(hidden if before is None else hidden - before.mean)
 
 
-def of_a_layer(model, inputs):
+def layer_attribute(model, inputs):
     hidden = torch.tanh(model.body(inputs))
     before, model.body.last = getattr(model.body, "last", None), hidden.detach().mean(dim=0)
     return model.head(hidden if before is None else hidden - before)
 
 
-READ = {
+READ_STATE = {
     last_batch: "kept", with_graph: "kept", one_sample: "kept", running_mean: "mean", through_data: "mean",
     growing_list: "rows", list_in_a_dict: "table", tensor_in_a_dict: "table", number: "kept", array: "kept",
-    field_of_an_object: "kept", of_a_layer: "last",
+    field_of_an_object: "kept", layer_attribute: "last",
 }  # fmt: skip
 
 
 @pytest.mark.one_in(2, "mode", "run", others="slow")
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("run", READ, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("run", READ_STATE, ids=lambda run: run.__name__)
 def test_attribute_that_carries_data_to_the_next_batch_is_rejected(run, mode):
-    where = r"of layer 'body' \(Linear\)" if run is of_a_layer else r"of the model \(Made\)"
-    with pytest.raises(BufferUpdateError, match=rf"DPE026.*Attribute '{READ[run]}' {where} holds data of a batch"):
-        trained(Made(run), mode=mode)
+    where = r"of layer 'body' \(Linear\)" if run is layer_attribute else r"of the model \(StatefulModel\)"
+    with pytest.raises(
+        BufferUpdateError, match=rf"DPE026.*Attribute '{READ_STATE[run]}' {where} holds data of a batch"
+    ):
+        run_training(StatefulModel(run), mode=mode)
 
 
 def test_state_first_used_after_several_batches_is_found_by_a_later_check():
@@ -153,9 +155,9 @@ def test_state_first_used_after_several_batches_is_found_by_a_later_check():
         model.calls += 1
         return last_batch(model, inputs) if model.calls > 5 else model.head(model.body(inputs))
 
-    trained(Made(late), steps=8)
+    run_training(StatefulModel(late), steps=8)
     with pytest.raises(BufferUpdateError, match="'kept'"):
-        trained(Made(late), steps=9)
+        run_training(StatefulModel(late), steps=9)
 
 
 def test_state_shared_by_two_attributes_is_rejected():
@@ -164,15 +166,15 @@ def test_state_shared_by_two_attributes_is_rejected():
         model.rows.append(hidden.detach().mean(dim=0))
         return model.head(model.reads(hidden))
 
-    model = Made(shared)
+    model = StatefulModel(shared)
     model.reads = Parts(lambda m, hidden: hidden + sum(m.rows[:-1]), rows=model.rows)
     with pytest.raises(BufferUpdateError, match="'rows'"):
-        trained(model)
+        run_training(model)
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE012.*later one")
 def test_a_wrapped_model_is_checked():
-    wrapped = GradSampleModule(Made(last_batch), loss_reduction="sum")
+    wrapped = GradSampleModule(StatefulModel(last_batch), loss_reduction="sum")
     with pytest.raises(BufferUpdateError, match="'kept'"):
         for seed in range(2):
             torch.manual_seed(seed)
@@ -259,7 +261,7 @@ def dropped_hidden(model, inputs):
     return model.head(hidden)
 
 
-def weights_of_before(model, inputs):
+def previous_weights(model, inputs):
     """Stores weights, which are already private."""
     before, model.kept = model.kept, model.body.weight.detach().clone()
     shift = 0.0 if before is None else before.mean()
@@ -269,7 +271,7 @@ def weights_of_before(model, inputs):
 SOUND = [
     kept_for_inspection, detached_for_inspection, written_before_it_is_read, cleared_at_the_start, mask_by_shape,
     rotary_table, counter, counted_rows, generator, memoized, penalty_of_the_pass, modules_in_a_list, dropped_hidden,
-    weights_of_before,
+    previous_weights,
 ]  # fmt: skip
 
 
@@ -279,7 +281,7 @@ SOUND = [
 def test_an_attribute_that_is_not_read_later_or_holds_no_data_is_accepted(run, mode):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*DPE012.*attribute")
-        trained(Made(run), mode=mode)
+        run_training(StatefulModel(run), mode=mode)
 
 
 def test_reset_state_is_accepted_and_detached_state_is_rejected():
@@ -310,9 +312,9 @@ def test_reset_state_is_accepted_and_detached_state_is_rejected():
 
         return step
 
-    trained(Steps(), over_time("reset"))
+    run_training(Steps(), over_time("reset"))
     with pytest.raises(BufferUpdateError, match="'state'"):
-        trained(Steps(), over_time("detach"))
+        run_training(Steps(), over_time("detach"))
 
 
 def test_a_momentum_encoder_is_accepted():
@@ -322,23 +324,23 @@ def test_a_momentum_encoder_is_accepted():
             torch.manual_seed(0)
             self.body, self.head = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
             self.register_buffer("average", self.body.weight.detach().clone())
-            self.also = self.body.weight.detach().clone()
+            self.attribute = self.body.weight.detach().clone()
 
         def forward(self, inputs):
-            return self.head(torch.tanh(self.body(inputs)) + inputs @ self.average.T + inputs @ self.also.T)
+            return self.head(torch.tanh(self.body(inputs)) + inputs @ self.average.T + inputs @ self.attribute.T)
 
     def step(model, optimizer, inputs, targets):
-        plain(model, optimizer, inputs, targets)
+        plain_step(model, optimizer, inputs, targets)
         with torch.no_grad():
             model.average.mul_(0.9).add_(model.body.weight, alpha=0.1)
-            model.also = 0.9 * model.also + 0.1 * model.body.weight
+            model.attribute = 0.9 * model.attribute + 0.1 * model.body.weight
 
-    trained(Momentum(), step)
+    run_training(Momentum(), step)
 
 
 def test_memory_check_does_not_modify_attributes():
-    model = Made(detached_for_inspection)
-    trained(model, steps=3)
+    model = StatefulModel(detached_for_inspection)
+    run_training(model, steps=3)
     assert len(model.rows) == 3 and [len(rows) for rows in model.rows] == [6, 6, 6]
 
 
@@ -370,7 +372,7 @@ def set_center(model, value):
     model.center = value
 
 
-def after_model(write):
+def step_with_write(write):
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         outputs = model(inputs)
@@ -397,7 +399,7 @@ LOOP_WRITES = {
 @pytest.mark.parametrize(("name", "write"), LOOP_WRITES.values(), ids=LOOP_WRITES)
 def test_buffer_written_from_the_batch_is_rejected(name, write):
     with pytest.raises(BufferUpdateError, match=rf"DPE026.*{name} was written by the loop"):
-        trained(centered(), after_model(write))
+        run_training(centered(), step_with_write(write))
 
 
 OTHER_WRITES = {
@@ -411,10 +413,10 @@ OTHER_WRITES = {
 
 @pytest.mark.parametrize("write", OTHER_WRITES.values(), ids=OTHER_WRITES)
 def test_buffer_written_from_data_independent_values_is_accepted(write):
-    trained(centered(), after_model(write))
+    run_training(centered(), step_with_write(write))
 
 
-def hooks_itself(model, inputs):
+def registers_hook(model, inputs):
     """Registers a hook in the first forward pass, as libraries with optional hidden states do."""
     if model.calls == 0:
         model.body.register_forward_hook(lambda module, args, output: model.rows.append(output))
@@ -428,6 +430,6 @@ def hooks_itself(model, inputs):
 
 @pytest.mark.parametrize("mode", [*MODES, "whole_model"])
 def test_hook_registered_in_the_forward_pass_is_added_once(mode):
-    model = Made(hooks_itself)
-    trained(model, mode=mode, samples=8)
+    model = StatefulModel(registers_hook)
+    run_training(model, mode=mode, samples=8)
     assert len(model.body._forward_hooks) == 1

@@ -22,31 +22,35 @@ UNDECIDED = {  # a value is converted to Python, or code outside torch computes 
 }
 
 
-def rows():
+def vector_data():
     data = torch.randn(SAMPLES, 4), torch.arange(SAMPLES) % mixing_loops.CLASSES
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), data
 
 
-def tokens():
+def token_data():
     labels = torch.randint(9, (SAMPLES, 5))
     labels[torch.arange(5) >= torch.randint(1, 4, (SAMPLES, 1))] = -100
-    labels[3] = 1  # the only long one of the first batch
+    labels[3] = 1  # the only long text in the first batch
     return nn.Sequential(nn.Embedding(9, 8), nn.Tanh(), nn.Linear(8, 9)), (torch.randint(9, (SAMPLES, 5)), labels)
 
 
-def maps():
+def map_data():
     data = torch.randn(SAMPLES, 1, 4, 4), (torch.randn(SAMPLES, 4, 4) > 0.5).float()
     return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 1, 1)), data
 
 
 CASES = {
     name: (kind, loss)
-    for kind, table in ((rows, mixing_loops.ROWS), (tokens, mixing_loops.TOKENS), (maps, mixing_loops.MAPS))
+    for kind, table in (
+        (vector_data, mixing_loops.VECTORS),
+        (token_data, mixing_loops.TOKENS),
+        (map_data, mixing_loops.MAPS),
+    )
     for name, loss in table.items()
 }
 
 
-class Tapped(nn.Module):
+class RecordingModel(nn.Module):
     """Stores the inputs and outputs of the model."""
 
     def __init__(self, model):
@@ -66,38 +70,38 @@ def seed():
     random.seed(0)
 
 
-def seen(loss, model, x, y):
+def inputs_and_gradients(loss, model, x, y):
     """Returns the inputs of each sample and the gradients of the outputs, scaled as the engine scales them."""
     seed()
-    tapped = Tapped(model)
-    loss(tapped, x, y, {}).backward()
+    recorder = RecordingModel(model)
+    loss(recorder, x, y, {}).backward()
     return [
         part.flatten(1)
-        for given, out in tapped.calls
+        for given, out in recorder.calls
         for part in (given, len(x) * (0 if out.grad is None else out.grad))
     ]
 
 
 def effect_on_others(kind, loss):
-    """Returns the largest relative change in other samples' values if one sample is removed, and if it is zeroed."""
+    """Returns the largest relative change in other samples' values if one sample is removed or set to zero."""
     seed()
     model, data = kind()
     x, y = (tensor[:BATCH] for tensor in data)
-    whole, effects = seen(loss, model, x.clone(), y.clone()), []
-    for one in range(BATCH):
-        others = torch.arange(BATCH) != one
-        removed = seen(loss, model, x[others], y[others])
+    full, effects = inputs_and_gradients(loss, model, x.clone(), y.clone()), []
+    for index in range(BATCH):
+        others = torch.arange(BATCH) != index
+        removed = inputs_and_gradients(loss, model, x[others], y[others])
         cleared_x, cleared_y = x.clone(), y.clone()
-        cleared_x[one], cleared_y[one] = 0, 0
-        cleared = [part[others] for part in seen(loss, model, cleared_x, cleared_y)]
+        cleared_x[index], cleared_y[index] = 0, 0
+        cleared = [part[others] for part in inputs_and_gradients(loss, model, cleared_x, cleared_y)]
         for now in (removed, cleared):
-            pairs = [(part[others].float(), other.float()) for part, other in zip(whole, now, strict=True)]
+            pairs = [(part[others].float(), other.float()) for part, other in zip(full, now, strict=True)]
             effects.append(max(float((b - a).norm() / (a.norm() + 1e-9)) for a, b in pairs))
     return max(effects)
 
 
 def outcome(kind, loss, relation, reduction="mean", steps=8):
-    """ "rejected", "undecided" (with a warning that names what could not be checked) or "silent"."""
+    """Returns "rejected", "undecided" (with a warning that the loss could not be checked) or "silent"."""
     forget_notices()
     seed()
     model, data = kind()

@@ -37,12 +37,12 @@ def focal(o, y):
     return (WEIGHTS[y] * (1 - torch.exp(-loss)) ** 2 * loss).mean()
 
 
-def symmetric(o, y):
+def symmetric_cross_entropy(o, y):
     clipped = one_hot(y).clamp(1e-4, 1).log()
     return F.cross_entropy(o, y) - (o.softmax(1) * clipped).sum(1).mean()
 
 
-def distilled(o, y):
+def distillation(o, y):
     teacher = PROTOTYPES[y].div(2).softmax(1)
     return 0.5 * F.cross_entropy(o, y) + 2 * F.kl_div(o.div(2).log_softmax(1), teacher, reduction="batchmean")
 
@@ -52,7 +52,7 @@ def loss_over_list(o, y):
     return torch.stack(losses).mean()
 
 
-def logged(o, y):
+def with_logging(o, y):
     assert 0 <= (o.argmax(1) == y).float().mean().item() <= 1
     loss = F.cross_entropy(o, y)
     assert loss.item() > 0
@@ -73,7 +73,7 @@ def targets_by_index(o, y):
     return F.mse_loss(o, targets)
 
 
-def finite(o, y):
+def with_finite_check(o, y):
     loss = F.cross_entropy(o, y)
     if not torch.isfinite(loss):
         raise RuntimeError
@@ -107,14 +107,14 @@ VECTOR_LOSSES = {
         o, PROTOTYPES[y], PROTOTYPES[(y + 1) % CLASSES]
     ),
     "focal": focal,
-    "symmetric": symmetric,
+    "symmetric": symmetric_cross_entropy,
     "generalized": lambda o, y: ((1 - o.softmax(1).gather(1, y[:, None]) ** 0.7) / 0.7).mean(),
     "poly": lambda o, y: (per_sample(o, y) + 1 - torch.exp(-per_sample(o, y))).mean(),
     "hinge": lambda o, y: F.relu(1 - o * signs(y)).mean(),
     "expectile": lambda o, y: ((o[:, 0] - y) ** 2 * torch.where(o[:, 0] > y, 0.3, 0.7)).mean(),
     "pinball": lambda o, y: torch.maximum(0.9 * (y - o[:, 0]), -0.1 * (y - o[:, 0])).mean(),
     "log cosh": lambda o, y: torch.log(torch.cosh(o[:, 0] - y)).mean(),
-    "distillation": distilled,
+    "distillation": distillation,
     "penalty on outputs": lambda o, y: F.cross_entropy(o, y) + 0.01 * o.square().mean(),
     "entropy bonus": lambda o, y: F.cross_entropy(o, y) + 0.1 * (o.softmax(1) * o.log_softmax(1)).sum(1).mean(),
     "two tasks": lambda o, y: F.cross_entropy(o, y) + 0.3 * F.mse_loss(o[:, 0], y.float()),
@@ -129,14 +129,14 @@ VECTOR_LOSSES = {
     "variational": vae_like,
     "einsum": lambda o, y: -torch.einsum("bc,bc->b", o.log_softmax(1), one_hot(y)).mean(),
     "list of samples": loss_over_list,
-    "logged numbers": logged,
+    "logged numbers": with_logging,
     "entries by index": lambda o, y: -o.log_softmax(1)[torch.arange(len(y)), y].mean() + torch.ones(len(y)).mean(),
     "targets by index": targets_by_index,
     "shared noise": lambda o, y: F.cross_entropy(o + torch.empty(CLASSES).normal_(), y),
     "rounded outputs": lambda o, y: F.cross_entropy(o.bfloat16().float(), y),
     "rate of a Gamma": lambda o, y: (y / o[:, 0].exp() + o[:, 0]).mean(),
     "density": lambda o, y: -Normal(o[:, 0], o[:, 1].exp()).log_prob(y.float()).mean(),
-    "a finite loss": finite,
+    "a finite loss": with_finite_check,
     "sum over len": lambda o, y: F.cross_entropy(o, y, reduction="sum") / len(y),
     "sum over shape": lambda o, y: per_sample(o, y).sum() / y.shape[0],
 }

@@ -32,15 +32,15 @@ def net():
     )
 
 
-def stacked(examples):
+def collate_arrays(examples):
     return {"x": np.stack([one[0].numpy() for one in examples]), "y": torch.stack([one[1] for one in examples])}
 
 
-def listed(examples):
+def collate_lists(examples):
     return {"x": [one[0].tolist() for one in examples], "y": [int(one[1]) for one in examples]}
 
 
-def trained(loss_of, collate=None):
+def run_training(loss_of, collate=None):
     """Trains a few steps; returns the warnings that name the loss."""
     forget_notices()
     dataset = TensorDataset(X, Y, torch.arange(EXAMPLES))
@@ -66,7 +66,7 @@ def labels_by_numpy(model, batch):
 
 @pytest.mark.parametrize("loss_of", [weighted_by_a_list, labels_by_a_list, labels_by_numpy])
 def test_per_sample_values_that_pass_through_python_or_numpy_are_not_rejected(loss_of):
-    assert len(trained(loss_of)) == 1
+    assert len(run_training(loss_of)) == 1
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_per_sample_values_that_pass_through_python_or_numpy_are_not_rejected(lo
 )
 def test_batch_statistic_in_the_model_input_is_rejected_at_a_second_batch_size(change):
     with pytest.raises(BatchDependentLossError, match="model input of one sample changed"):
-        trained(lambda model, batch: F.cross_entropy(model(change(batch[0])), batch[1]))
+        run_training(lambda model, batch: F.cross_entropy(model(change(batch[0])), batch[1]))
 
 
 def sets_an_attribute(model, batch):
@@ -130,21 +130,21 @@ def lists(model, batch):
         (gives_a_number, None, "the model receives a number"),
         (calls_a_script, None, "was not computed from tensors of the batch"),
         (maps_columns, None, "was not computed from tensors of the batch"),
-        (arrays, stacked, "was not computed from tensors of the batch"),
-        (lists, listed, "was not computed from tensors of the batch"),
+        (arrays, collate_arrays, "was not computed from tensors of the batch"),
+        (lists, collate_lists, "was not computed from tensors of the batch"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_warning_names_untraced_data_that_reach_the_model(loss_of, collate, message):
-    (shown,) = trained(loss_of, collate)
+    (shown,) = run_training(loss_of, collate)
     assert message in shown
 
 
-def on_two_batches(loss_of, collate):
+def check_two_batches(loss_of, collate):
     model = net()
     examples = [(X[i], Y[i]) for i in range(29)]
-    made = collate or (lambda some: (torch.stack([x for x, _ in some]), torch.stack([y for _, y in some])))
-    return check_loop(functools.partial(loss_of, model), [made(examples[:12]), made(examples[12:])])
+    collate_fn = collate or (lambda some: (torch.stack([x for x, _ in some]), torch.stack([y for _, y in some])))
+    return check_loop(functools.partial(loss_of, model), [collate_fn(examples[:12]), collate_fn(examples[12:])])
 
 
 @pytest.mark.one_in(3, "loss_of", others="slow")
@@ -156,12 +156,12 @@ def on_two_batches(loss_of, collate):
         (sets_a_number, None),
         (gives_a_number, None),
         (calls_a_script, None),
-        (arrays, stacked),
+        (arrays, collate_arrays),
     ],
 )
 def test_check_loop_rejects_untraced_dependence_on_the_batch(loss_of, collate):
     with pytest.raises(BatchDependentLossError):
-        on_two_batches(loss_of, collate)
+        check_two_batches(loss_of, collate)
 
 
 def labels_in_a_list(model, batch):
@@ -176,7 +176,7 @@ def labels_as_texts(model, batch):
     return F.cross_entropy(model(batch[0]), torch.tensor([int(text[1:]) for text in batch[1]]))
 
 
-def collated(labels_of):
+def collate_with(labels_of):
     return lambda some: (torch.stack([x for x, _ in some]), labels_of([int(y) for _, y in some]))
 
 
@@ -184,18 +184,18 @@ def collated(labels_of):
 @pytest.mark.parametrize(
     ("loss_of", "collate"),
     [
-        (labels_in_a_list, collated(list)),
-        (labels_in_an_array, collated(np.array)),
-        (labels_as_texts, collated(lambda labels: [f"c{label}" for label in labels])),
+        (labels_in_a_list, collate_with(list)),
+        (labels_in_an_array, collate_with(np.array)),
+        (labels_as_texts, collate_with(lambda labels: [f"c{label}" for label in labels])),
     ],
 )
 def test_check_loop_swaps_labels_that_are_not_tensors(loss_of, collate):
-    assert on_two_batches(loss_of, collate).ok
+    assert check_two_batches(loss_of, collate).ok
 
 
 @model_of(lambda: {"encoder": nn.Linear(FEATURES, 4), "decoder": nn.Linear(2, FEATURES)})
-def coder(m, x):
-    """Draws random numbers, and returns the decoded and the encoded values."""
+def autoencoder(m, x):
+    """Variational autoencoder: returns the decoded values, and the mean and log variance of the code."""
     mean, log_variance = m.encoder(x).chunk(2, dim=1)
     code = mean + torch.randn_like(mean) * (log_variance / 2).exp()
     return m.decoder(code), mean, log_variance
@@ -203,7 +203,7 @@ def coder(m, x):
 
 @pytest.mark.slow
 def test_check_loop_accepts_outputs_that_come_from_one_another():
-    model = coder()
+    model = autoencoder()
 
     def step(x):
         decoded, mean, log_variance = model(x)

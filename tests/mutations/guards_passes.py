@@ -305,7 +305,7 @@ GUARDS = [
         "a weight that depends on the step, with random inputs",
         '        if reduction == "neither" and not record.drew_for_loss:',
         '        if reduction == "neither" and not record.drew_random:',
-        "independence/test_bounds_and_numbers.py::test_random_inputs_do_not_hide_a_weight_that_follows_the_step",
+        "independence/test_bounds_and_numbers.py::test_random_inputs_do_not_hide_a_weight_that_depends_on_the_step",
     ),
     Guard(
         "a constant that changes from batch to batch",
@@ -344,7 +344,7 @@ GUARDS = [
         "a branch that check_loop did not see",
         "                if self._capture.model in CHECKED_LOOPS and self.for_check_loop:",
         "                if self._capture.model in CHECKED_LOOPS:",
-        "independence/test_bounds_and_numbers.py::test_a_check_of_a_loop_does_not_decide_its_branches",
+        "independence/test_bounds_and_numbers.py::test_check_loop_does_not_suppress_warnings_about_branches",
     ),
     Guard(
         "a bound that drops a sample if others have low losses",

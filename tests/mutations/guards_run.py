@@ -211,7 +211,7 @@ GUARDS = [
         "an optimizer that cannot be made private",
         'kind.__name__ in UNSUPPORTED and kind.__module__.startswith("torch.optim")',
         "False",
-        "users/test_optimizer.py::test_two_optimizers_are_rejected_and_left_unchanged",
+        "users/test_optimizer.py::test_unsupported_optimizers_are_rejected_and_left_unchanged",
     ),
     Guard(
         "a copy of an optimizer steps without an engine",

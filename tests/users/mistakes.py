@@ -4,12 +4,12 @@ from torch import nn
 
 from dpengine import PrivacyEngine
 
-UNREACHABLE = {"target_epsilon": 1e-9, "target_delta": 1e-9, "steps": 9}
+UNREACHABLE_BUDGET = {"target_epsilon": 1e-9, "target_delta": 1e-9, "steps": 9}
 
 
-def batch_norm():
+def batch_norm_model():
     return nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
 
 
-def rdp():
+def rdp_engine():
     return PrivacyEngine(accountant="rdp")  # the accountant that fails fastest

@@ -1,4 +1,4 @@
-"""Schedulers, and steps over several batches or over chunks of one."""
+"""Schedulers, and steps over several batches or over the chunks of one batch."""
 
 import copy
 import functools
@@ -34,7 +34,7 @@ from dpengine.errors import BatchMismatchError, BatchStateError, InvalidBudgetEr
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 
 
-def released(loop, batches=None):
+def applied_gradients(loop, batches=None):
     """Returns the gradient of each logical step over all batches of the loop."""
     found = []
     for inputs, targets in loop.loader if batches is None else batches:
@@ -46,7 +46,7 @@ def released(loop, batches=None):
 
 def assert_same_steps(loop, batches, expected):
     """Checks that both loops apply equal gradients and have equal privacy cost."""
-    truth, found = released(expected), released(loop, batches)
+    truth, found = applied_gradients(expected), applied_gradients(loop, batches)
     assert len(found) == len(truth) > 1
     assert all(same_state(one, other) for one, other in zip(found, truth, strict=True))
     assert loop.engine.ledger.history == expected.engine.ledger.history
@@ -107,25 +107,27 @@ def test_a_scheduler_driven_by_a_metric_is_passed_its_metric():
 @pytest.mark.parametrize("chunks", [{"accumulation_steps": 3}, {"accumulation_steps": 9}, {"physical_batch_size": 2}])
 @pytest.mark.hazard("S9")
 def test_chunks_add_up_to_one_large_batch(chunks, mode):
-    whole, parts = make_loop(grad_sample_mode=mode), make_loop(grad_sample_mode=mode, **chunks)
-    drawn = [len(targets) for _, targets in inside.without_placeholders(parts.loader)]
+    unchunked, chunked = make_loop(grad_sample_mode=mode), make_loop(grad_sample_mode=mode, **chunks)
+    drawn = [len(targets) for _, targets in inside.without_placeholders(chunked.loader)]
     assert 0 in drawn or "accumulation_steps" not in chunks or len(drawn) < 36
-    parts = make_loop(grad_sample_mode=mode, **chunks)  # the same batches again
-    for large, small in zip(released(whole), released(parts), strict=True):
+    chunked = make_loop(grad_sample_mode=mode, **chunks)  # the same batches again
+    for large, small in zip(applied_gradients(unchunked), applied_gradients(chunked), strict=True):
         assert_same_gradients(small, {name: value.double() for name, value in large.items()})
 
 
-def test_one_step_after_all_chunks_is_the_same():
-    whole, parts = make_loop(), make_loop(accumulation_steps=4)
-    chunks = iter(parts.loader)
-    for inputs, targets in whole.loader:
-        whole.step(inputs, targets)
-        parts.optimizer.zero_grad()
+def test_one_step_after_all_chunks_equals_a_step_of_the_whole_batch():
+    unchunked, chunked = make_loop(), make_loop(accumulation_steps=4)
+    chunks = iter(chunked.loader)
+    for inputs, targets in unchunked.loader:
+        unchunked.step(inputs, targets)
+        chunked.optimizer.zero_grad()
         for _ in range(4):
-            parts.backward(*next(chunks))
-        parts.optimizer.step()
-        assert_same_gradients(gradients_of(parts.model), {n: g.double() for n, g in gradients_of(whole.model).items()})
-    assert parts.engine.ledger.history == whole.engine.ledger.history
+            chunked.backward(*next(chunks))
+        chunked.optimizer.step()
+        assert_same_gradients(
+            gradients_of(chunked.model), {n: g.double() for n, g in gradients_of(unchunked.model).items()}
+        )
+    assert chunked.engine.ledger.history == unchunked.engine.ledger.history
 
 
 def test_merged_batches_without_noise_equal_a_loop_over_samples():
@@ -174,12 +176,12 @@ def test_a_batch_that_was_fetched_ahead_and_left_out_is_charged(declared, ahead)
 
 
 def test_empty_batches_fetched_ahead_need_no_backward():
-    plain, loop = make_loop(batch_size=1, noise_multiplier=1.0), make_loop(batch_size=1, noise_multiplier=1.0)
+    reference, loop = make_loop(batch_size=1, noise_multiplier=1.0), make_loop(batch_size=1, noise_multiplier=1.0)
     fetch_ahead(loop.engine, 2)
-    for one in (plain, loop):
+    for one in (reference, loop):
         inside.without_placeholders(one.loader)
     sizes = []
-    for one, batches in ((plain, plain.loader), (loop, fetching_ahead(loop.loader, 2))):
+    for one, batches in ((reference, reference.loader), (loop, fetching_ahead(loop.loader, 2))):
         for inputs, targets in batches:
             one.optimizer.zero_grad()
             if len(targets):
@@ -187,8 +189,8 @@ def test_empty_batches_fetched_ahead_need_no_backward():
             one.optimizer.step()
             sizes.append(len(targets))
     assert 0 in sizes
-    assert same_state(state_of(plain.model), state_of(loop.model))
-    assert loop.engine.ledger.history == plain.engine.ledger.history
+    assert same_state(state_of(reference.model), state_of(loop.model))
+    assert loop.engine.ledger.history == reference.engine.ledger.history
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
@@ -220,7 +222,7 @@ def test_fetching_further_ahead_than_declared_is_an_error():
     loop = make_loop()
     fetch_ahead(loop.engine, 1)
     with pytest.raises((BatchStateError, BatchMismatchError)):
-        released(loop, fetching_ahead(loop.loader, 3))
+        applied_gradients(loop, fetching_ahead(loop.loader, 3))
 
 
 def test_fetch_ahead_can_be_switched_off():
@@ -238,7 +240,7 @@ def test_fetch_ahead_can_be_switched_off():
         (True, TypeError, "batches must be a whole number, got True"),
     ],
 )
-def test_the_number_of_batches_is_checked(batches, error, words):
+def test_fetch_ahead_checks_the_number_of_batches(batches, error, words):
     with pytest.raises(error, match=words):
         fetch_ahead(make_loop().engine, batches)
 
@@ -264,7 +266,7 @@ def test_detaching_charges_batches_that_were_fetched_and_not_used():
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_undeclared_accumulation_costs_each_batch_at_its_share_of_the_noise(count):
+def test_undeclared_accumulation_charges_each_batch_for_its_share_of_the_noise(count):
     loop = make_loop(noise_multiplier=2.0)
     chunks = iter(loop.loader)
     with pytest.warns(PrivacyWarning, match=f"DPE006.*accumulation_steps={count}") as seen:
@@ -273,12 +275,12 @@ def test_undeclared_accumulation_costs_each_batch_at_its_share_of_the_noise(coun
             for _ in range(count):
                 loop.backward(*next(chunks))
             loop.optimizer.step()
-    assert len([w for w in seen if "DPE006" in str(w.message)]) == 1  # once for each process
-    rate = math.nextafter(BATCH / ROWS, 1)  # and the tolerance of the random draw
+    assert len([w for w in seen if "DPE006" in str(w.message)]) == 1  # warned once per process
+    rate = math.nextafter(BATCH / ROWS, 1)  # plus the tolerance of the random draw
     event = release_event(noise_multiplier=2.0 / math.sqrt(count), sample_rate=rate)
     assert loop.engine.ledger.history == (Charge(event, 4),)
-    apart = epsilon_of((Charge(release_event(noise_multiplier=2.0, sample_rate=BATCH / ROWS), 4),), 1e-3)
-    assert loop.engine.get_epsilon(1e-3) > apart
+    separate = epsilon_of((Charge(release_event(noise_multiplier=2.0, sample_rate=BATCH / ROWS), 4),), 1e-3)
+    assert loop.engine.get_epsilon(1e-3) > separate
 
 
 def test_undeclared_accumulation_is_the_mean_over_all_samples():
@@ -290,15 +292,15 @@ def test_undeclared_accumulation_is_the_mean_over_all_samples():
         loop.optimizer.step()
 
 
-def test_zero_grad_between_batches_discards_as_it_does_without_an_engine():
+def test_zero_grad_between_batches_discards_the_earlier_batch():
     loop = make_loop(noise_multiplier=1.0)
-    quiet = make_loop()
-    chunks, same = iter(loop.loader), iter(quiet.loader)
+    without_noise = make_loop()
+    chunks, same = iter(loop.loader), iter(without_noise.loader)
     loop.backward(*next(chunks))
     next(same)
     batch = next(chunks)
-    with exact_gradients(quiet, next(same)):
-        quiet.step(*batch)
+    with exact_gradients(without_noise, next(same)):
+        without_noise.step(*batch)
     loop.step(*batch)
     assert loop.charges == [("void", 1), ("release", 1)]
 
@@ -334,6 +336,6 @@ def test_a_failed_chunk_of_a_batch_fetched_ahead_does_not_misalign_later_batches
         if not loop.optimizer.step_was_skipped:
             found.append((before, gradients_of(loop.model)))
     assert len(found) == len(sampled) - 1
-    for (before, released_gradients), batch in zip(found, sampled[1:], strict=True):
-        assert_same_gradients(released_gradients, expected_gradients(before, [batch]))
+    for (before, gradients), batch in zip(found, sampled[1:], strict=True):
+        assert_same_gradients(gradients, expected_gradients(before, [batch]))
     assert loop.charges == [("void", 1), ("release", 3)]

@@ -33,7 +33,7 @@ from dpengine.accounting import Relation
 from dpengine.clipping import Adaptive, Flat
 from dpengine.sampling.poisson import PoissonDraws
 
-from .mistakes import UNREACHABLE, batch_norm, rdp
+from .mistakes import UNREACHABLE_BUDGET, batch_norm_model, rdp_engine
 
 
 @dataclass
@@ -78,26 +78,26 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Bad:
-    """Rejected arguments: the id of the hazard, the error, words of its message, and the arguments."""
+class Case:
+    """Rejected arguments: the id of the hazard or a name, the error, a pattern of its message, and the arguments."""
 
     id: str
     kind: type[Exception]
     match: str
     options: dict[str, Any]
     subject: Callable[[], Subject] = Subject.make
-    noise: bool = True  # whether a valid noise multiplier is passed as well
+    noise: bool = True  # also passes a valid noise multiplier
 
 
 Budget = errors.InvalidBudgetError
 nan, inf = math.nan, math.inf
 
 
-def attached(part):
+def with_private(part):
     loop = make_loop(noise_multiplier=1.0)
     models = {"model": loop.model, "parent": nn.Sequential(loop.model), "child": loop.model[0]}
     subject = Subject.make(model=models[part])
-    subject.kept = loop
+    subject.private_loop = loop  # keeps the private run alive
     return subject
 
 
@@ -113,128 +113,129 @@ def with_parameter_twice():
     return Subject.make(model=model, optimizer=optimizer)
 
 
-def scripted():
+def scripted_model():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return torch.jit.script(mlp())
 
 
-def loading(make):
+def with_loader(make):
     return lambda: Subject.make(loader=make())
 
 
-def modelling(make):
+def with_model(make):
     return lambda: Subject.make(model=make())
 
 
-class OwnBatches(BatchSampler):
+class OwnSampler(BatchSampler):
     pass
 
 
-def empty():
+def empty_loader():
     return DataLoader(TensorDataset(torch.zeros(0, 4)), 2)
 
 
-def with_rdp():
+def with_rdp_engine():
     subject = Subject.make()
-    subject.engine = rdp()
+    subject.engine = rdp_engine()
     return subject
 
 
-def frozen():
+def with_frozen_model():
     model = mlp().requires_grad_(False)
     return Subject.make(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def other_optimizer():
+def optimizer_of_another_model():
     return torch.optim.SGD(mlp().parameters(), lr=0.1)
 
 
-def given(id, kind, argument, values, *, match="", noise=True, **rest):
-    """The same fault with several values."""
+def bad_values(id, kind, argument, values, *, match="", noise=True, **rest):
+    """Returns one case for each invalid value of the argument."""
     expected = [match or re.escape(f"{argument}={value!r}") for value in values]
-    return [Bad(id, kind, m, {argument: v, **rest}, noise=noise) for v, m in zip(values, expected, strict=True)]
+    return [Case(id, kind, m, {argument: v, **rest}, noise=noise) for v, m in zip(values, expected, strict=True)]
 
 
-BAD = [
-    *given("B1", Budget, "noise_multiplier", (-1, nan, inf, "1.1", True), noise=False),
-    Bad("B1", Budget, r"noise_multiplier=1e-30.*rounds to",
+CASES = [
+    *bad_values("B1", Budget, "noise_multiplier", (-1, nan, inf, "1.1", True), noise=False),
+    Case("B1", Budget, r"noise_multiplier=1e-30.*rounds to",
         {"noise_multiplier": 1e-30, "max_grad_norm": 1e-3}),
-    Bad("B1", Budget, r"noise_multiplier=4.0.*count_noise_multiplier",
+    Case("B1", Budget, r"noise_multiplier=4.0.*count_noise_multiplier",
         {"noise_multiplier": 4.0, "clipping": Adaptive(count_noise_multiplier=1.0)}),
-    *given("B2", Budget, "max_grad_norm", (0, -1.0, nan, inf, "1"), match="max_norm="),
-    *given("B2", Budget, "max_grad_norm", [[bad, 1.0] for bad in (0, -1.0, nan, inf)], match="DPE007",
+    *bad_values("B2", Budget, "max_grad_norm", (0, -1.0, nan, inf, "1"), match="max_norm="),
+    *bad_values("B2", Budget, "max_grad_norm", [[bad, 1.0] for bad in (0, -1.0, nan, inf)], match="DPE007",
            clipping="per_layer"),
-    Bad("B2", Budget, r"max_grad_norm=\[1.0, 1.0\] is a list", {"max_grad_norm": [1.0, 1.0]}),
-    Bad("B2", ValueError, "3 clipping norms for 2 layers", {"max_grad_norm": [1.0, 1.0, 1.0], "clipping": "per_layer"}),
-    Bad("B2", ValueError, "contradicts clipping=", {"max_grad_norm": 2.0, "clipping": Flat(1.0)}),
-    *given("B3", ValueError, "sample_rate", (0, -0.1, 1.5, nan), match="sample_rate"),
-    *given("B3", ValueError, "expected_batch_size", (0, -1, nan, inf), match="expected_batch_size"),
-    Bad("B3", TypeError, r"sample_rate.*'a'", {"sample_rate": "a"}),
-    *given("B4", Budget, "epochs", (0, -1, 1.5, True, "2")),
-    *given("B4", Budget, "steps", (0, -1, 2.0)),
-    Bad("B4", Budget, "epochs and steps were both given", {"epochs": 1, "steps": 1}),
-    *given("B4", (TypeError, ValueError), "physical_batch_size", (0, -1, 1.5), match="physical_batch_size"),
-    *given("B4", (TypeError, ValueError), "accumulation_steps", (0, -1, 1.5), match="accumulation_steps"),
-    Bad("B4", ValueError, "physical_batch_size=2 and accumulation_steps=2",
+    Case("B2", Budget, r"max_grad_norm=\[1.0, 1.0\] is a list", {"max_grad_norm": [1.0, 1.0]}),
+    Case("B2", ValueError, "3 clipping norms for 2 layers",
+        {"max_grad_norm": [1.0, 1.0, 1.0], "clipping": "per_layer"}),
+    Case("B2", ValueError, "contradicts clipping=", {"max_grad_norm": 2.0, "clipping": Flat(1.0)}),
+    *bad_values("B3", ValueError, "sample_rate", (0, -0.1, 1.5, nan), match="sample_rate"),
+    *bad_values("B3", ValueError, "expected_batch_size", (0, -1, nan, inf), match="expected_batch_size"),
+    Case("B3", TypeError, r"sample_rate.*'a'", {"sample_rate": "a"}),
+    *bad_values("B4", Budget, "epochs", (0, -1, 1.5, True, "2")),
+    *bad_values("B4", Budget, "steps", (0, -1, 2.0)),
+    Case("B4", Budget, "epochs and steps were both given", {"epochs": 1, "steps": 1}),
+    *bad_values("B4", (TypeError, ValueError), "physical_batch_size", (0, -1, 1.5), match="physical_batch_size"),
+    *bad_values("B4", (TypeError, ValueError), "accumulation_steps", (0, -1, 1.5), match="accumulation_steps"),
+    Case("B4", ValueError, "physical_batch_size=2 and accumulation_steps=2",
         {"physical_batch_size": 2, "accumulation_steps": 2}),
-    *given("B5", Budget, "target_delta", (0.0, 1.0, -1.0, 2.0, nan), match="delta="),
-    Bad("B5", Budget, "target_delta=0.1 is too large for 24 examples", {"target_delta": 0.1}),
-    *given("B6", Budget, "target_epsilon", (0.0, -1.0, nan, inf), noise=False, steps=2),
-    Bad("B6", errors.CalibrationError, "DPE008", UNREACHABLE, with_rdp, noise=False),
-    Bad("B7", Budget, "both were given", {"target_epsilon": 3.0, "steps": 2}),
-    Bad("B7", Budget, "neither was given", {}, noise=False),
-    Bad("B7", Budget, "Pass epochs= or steps=", {"target_epsilon": 3.0}, noise=False),
-    Bad("B7", Budget, "sampling='shuffle'", {"target_epsilon": 3.0, "steps": 2, "sampling": "shuffle"}, noise=False),
-    Bad("B8", ValueError, r"clipping='flatt' is not known.*flat, per_layer, automatic", {"clipping": "flatt"}),
-    Bad("B8", TypeError, "clipping=1.0 is not a policy", {"clipping": 1.0}),
-    Bad("B8", ValueError, r"sampling.*'poisson', 'shuffle'.*'poison'", {"sampling": "poison"}),
-    Bad("B8", ValueError, r"grad_sample_mode='fast' is not known.*'auto', 'hooks'", {"grad_sample_mode": "fast"}),
-    Bad("B8", ValueError, r"loss_reduction='none' is not known.*'mean', 'sum'", {"loss_reduction": "none"}),
-    Bad("B8", ValueError, "unused_parameters=None", {"unused_parameters": None}),
-    Bad("B8", ValueError, r"on_budget='ignore'.*'stop', 'raise', 'warn'", {"on_budget": "ignore"}),
-    Bad("B10", errors.UnsupportedLayerError, "no trainable parameter", {}, frozen),
-    Bad("B11", errors.ParameterMismatchError, r"4 optimizer parameters .*\(5, 4\)", {},
-        lambda: Subject.make(optimizer=other_optimizer())),
-    Bad("B12", errors.ParameterMismatchError, r"twice.*List each parameter once", {}, with_parameter_twice),
+    *bad_values("B5", Budget, "target_delta", (0.0, 1.0, -1.0, 2.0, nan), match="delta="),
+    Case("B5", Budget, "target_delta=0.1 is too large for 24 examples", {"target_delta": 0.1}),
+    *bad_values("B6", Budget, "target_epsilon", (0.0, -1.0, nan, inf), noise=False, steps=2),
+    Case("B6", errors.CalibrationError, "DPE008", UNREACHABLE_BUDGET, with_rdp_engine, noise=False),
+    Case("B7", Budget, "both were given", {"target_epsilon": 3.0, "steps": 2}),
+    Case("B7", Budget, "neither was given", {}, noise=False),
+    Case("B7", Budget, "Pass epochs= or steps=", {"target_epsilon": 3.0}, noise=False),
+    Case("B7", Budget, "sampling='shuffle'", {"target_epsilon": 3.0, "steps": 2, "sampling": "shuffle"}, noise=False),
+    Case("B8", ValueError, r"clipping='flatt' is not known.*flat, per_layer, automatic", {"clipping": "flatt"}),
+    Case("B8", TypeError, "clipping=1.0 is not a policy", {"clipping": 1.0}),
+    Case("B8", ValueError, r"sampling.*'poisson', 'shuffle'.*'poison'", {"sampling": "poison"}),
+    Case("B8", ValueError, r"grad_sample_mode='fast' is not known.*'auto', 'hooks'", {"grad_sample_mode": "fast"}),
+    Case("B8", ValueError, r"loss_reduction='none' is not known.*'mean', 'sum'", {"loss_reduction": "none"}),
+    Case("B8", ValueError, "unused_parameters=None", {"unused_parameters": None}),
+    Case("B8", ValueError, r"on_budget='ignore'.*'stop', 'raise', 'warn'", {"on_budget": "ignore"}),
+    Case("B10", errors.UnsupportedLayerError, "no trainable parameter", {}, with_frozen_model),
+    Case("B11", errors.ParameterMismatchError, r"4 optimizer parameters .*\(5, 4\)", {},
+        lambda: Subject.make(optimizer=optimizer_of_another_model())),
+    Case("B12", errors.ParameterMismatchError, r"twice.*List each parameter once", {}, with_parameter_twice),
     *[
-        Bad("B13", errors.UnknownParameterError, r"private already.*detach", {}, functools.partial(attached, part))
+        Case("B13", errors.UnknownParameterError, r"private already.*detach", {}, functools.partial(with_private, part))
         for part in ("model", "parent", "child")
     ],
-    Bad("B13", errors.UnknownParameterError, r"optimizer \(DPSGD\) is private already", {}, with_private_optimizer),
-    Bad("B14", errors.SamplingError, r"empty.*example_input=", {}, loading(empty)),
-    Bad("B14", errors.SamplingError, r"empty.*example_input=",
-        {"sample_rate": 0.1, "expected_batch_size": 3, "target_delta": 1e-5}, loading(empty)),
-    Bad("B15", errors.SamplingError, "WeightedRandomSampler", {},
-        loading(lambda: DataLoader(examples(), 6, sampler=WeightedRandomSampler([1.0] * ROWS, ROWS)))),
-    Bad("B15", errors.SamplingError, "SubsetRandomSampler", {},
-        loading(lambda: DataLoader(examples(), 6, sampler=SubsetRandomSampler(range(9))))),
-    Bad("B15", errors.SamplingError, "replacement=True", {},
-        loading(lambda: DataLoader(examples(), 6, sampler=RandomSampler(examples(), replacement=True)))),
-    Bad("B15", errors.SamplingError, "batch_sampler=OwnBatches", {},
-        loading(lambda: DataLoader(examples(), batch_sampler=OwnBatches(SequentialSampler(examples()), 6, False)))),
-    Bad("B15", errors.SamplingError, "IterableDataset", {}, loading(lambda: DataLoader(Stream(), 6))),
-    Bad("B15", errors.SamplingError, "is not a torch DataLoader", {}, loading(lambda: [1, 2])),
-    Bad("B17", errors.UnsupportedLayerError, "float16", {}, modelling(lambda: mlp().half())),
-    Bad("layer", errors.UnsupportedLayerError, "BatchNorm1d", {}, modelling(batch_norm)),
-    Bad("scripted", errors.UnsupportedLayerError, r"The model \(\w+\) is compiled by torch.jit.*original module", {},
-        modelling(scripted)),
-    Bad("scripted", errors.UnsupportedLayerError, r"1 \(\w+\) is compiled by torch.jit.*original module", {},
-        modelling(lambda: nn.Sequential(nn.Linear(4, 4), scripted()))),
-    Bad("B18", TypeError, "Did you mean 'noise_multiplier'", {"noise_multipler": 1.0}),
-    Bad("type", TypeError, "module is a list", {}, modelling(lambda: [mlp()])),
-    Bad("type", TypeError, "optimizer is a dict", {}, lambda: Subject.make(optimizer={"lr": 1})),
-    Bad("type", TypeError, "grad_scaler is a str", {"grad_scaler": "cpu"}),
-    Bad("type", TypeError, "lr_scheduler is a float", {"lr_scheduler": 0.1}),
-    Bad("type", TypeError, r"lr_scheduler is an optimizer \(SGD\)", {"lr_scheduler": other_optimizer()}),
-    Bad("scheduler", ValueError, r"lr_scheduler \(StepLR\) does not belong to the optimizer.* SGD",
-        {"lr_scheduler": torch.optim.lr_scheduler.StepLR(other_optimizer(), 1)}),
-    *given("type", TypeError, "batch_first", ("no", 1, None)),
-    *given("type", TypeError, "allow_large_delta", ("no", 1)),
+    Case("B13", errors.UnknownParameterError, r"optimizer \(DPSGD\) is private already", {}, with_private_optimizer),
+    Case("B14", errors.SamplingError, r"empty.*example_input=", {}, with_loader(empty_loader)),
+    Case("B14", errors.SamplingError, r"empty.*example_input=",
+        {"sample_rate": 0.1, "expected_batch_size": 3, "target_delta": 1e-5}, with_loader(empty_loader)),
+    Case("B15", errors.SamplingError, "WeightedRandomSampler", {},
+        with_loader(lambda: DataLoader(examples(), 6, sampler=WeightedRandomSampler([1.0] * ROWS, ROWS)))),
+    Case("B15", errors.SamplingError, "SubsetRandomSampler", {},
+        with_loader(lambda: DataLoader(examples(), 6, sampler=SubsetRandomSampler(range(9))))),
+    Case("B15", errors.SamplingError, "replacement=True", {},
+        with_loader(lambda: DataLoader(examples(), 6, sampler=RandomSampler(examples(), replacement=True)))),
+    Case("B15", errors.SamplingError, "batch_sampler=OwnSampler", {},
+        with_loader(lambda: DataLoader(examples(), batch_sampler=OwnSampler(SequentialSampler(examples()), 6, False)))),
+    Case("B15", errors.SamplingError, "IterableDataset", {}, with_loader(lambda: DataLoader(Stream(), 6))),
+    Case("B15", errors.SamplingError, "is not a torch DataLoader", {}, with_loader(lambda: [1, 2])),
+    Case("B17", errors.UnsupportedLayerError, "float16", {}, with_model(lambda: mlp().half())),
+    Case("layer", errors.UnsupportedLayerError, "BatchNorm1d", {}, with_model(batch_norm_model)),
+    Case("scripted", errors.UnsupportedLayerError, r"The model \(\w+\) is compiled by torch.jit.*original module", {},
+        with_model(scripted_model)),
+    Case("scripted", errors.UnsupportedLayerError, r"1 \(\w+\) is compiled by torch.jit.*original module", {},
+        with_model(lambda: nn.Sequential(nn.Linear(4, 4), scripted_model()))),
+    Case("B18", TypeError, "Did you mean 'noise_multiplier'", {"noise_multipler": 1.0}),
+    Case("type", TypeError, "module is a list", {}, with_model(lambda: [mlp()])),
+    Case("type", TypeError, "optimizer is a dict", {}, lambda: Subject.make(optimizer={"lr": 1})),
+    Case("type", TypeError, "grad_scaler is a str", {"grad_scaler": "cpu"}),
+    Case("type", TypeError, "lr_scheduler is a float", {"lr_scheduler": 0.1}),
+    Case("type", TypeError, r"lr_scheduler is an optimizer \(SGD\)", {"lr_scheduler": optimizer_of_another_model()}),
+    Case("scheduler", ValueError, r"lr_scheduler \(StepLR\) does not belong to the optimizer.* SGD",
+        {"lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer_of_another_model(), 1)}),
+    *bad_values("type", TypeError, "batch_first", ("no", 1, None)),
+    *bad_values("type", TypeError, "allow_large_delta", ("no", 1)),
 ]  # fmt: skip
 
 
-def name_of(bad):
+def case_id(bad):
     shown = (f"{k}={v if isinstance(v, (int, float, str)) else type(v).__name__}" for k, v in bad.options.items())
     return f"{bad.id}-{','.join(shown) or bad.match[:20]}"
 
@@ -242,7 +243,7 @@ def name_of(bad):
 @pytest.mark.hazard(
     "B1", "B2", "B3", "B4", "B5", "B6", "B7", "B8", "B10", "B11", "B12", "B13", "B14", "B15", "B17", "B18", "C10"
 )
-@pytest.mark.parametrize("bad", BAD, ids=name_of)
+@pytest.mark.parametrize("bad", CASES, ids=case_id)
 def test_bad_arguments_are_rejected_and_leave_all_objects_unchanged(bad):
     subject = bad.subject()
     before = subject.snapshot()

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 # Empty batches
 
 
-class OfDicts(Dataset):
+class DictDataset(Dataset):
     def __len__(self):
         return 8
 
@@ -70,15 +70,15 @@ def test_an_empty_batch_is_a_placeholder_of_zeros_and_costs_a_step():
     assert {charge.kind for charge in loop.engine.ledger.history} == {"release"}
 
 
-@pytest.mark.parametrize("leave_out", [True, False], ids=["without backward", "with backward"])
-def test_an_empty_batch_of_dicts_trains(leave_out):
-    loop = make_loop(batch_size=1, dataset=OfDicts(), seed=1)
+@pytest.mark.parametrize("skip_backward", [True, False], ids=["without backward", "with backward"])
+def test_an_empty_batch_of_dicts_trains(skip_backward):
+    loop = make_loop(batch_size=1, dataset=DictDataset(), seed=1)
     sizes = []
     for batch in loop.loader:
         sizes.append(inside.samples_now(loop.engine))
         assert batch["x"]["values"].shape == (max(sizes[-1], 1), FEATURES)
         loop.optimizer.zero_grad()
-        if sizes[-1] or not leave_out:
+        if sizes[-1] or not skip_backward:
             loop.backward(batch["x"]["values"], batch["y"])
         loop.optimizer.step()
         if sizes[-1] == 0:
@@ -155,7 +155,7 @@ def test_samples_with_non_finite_values_contribute_nothing(bad, mode):
         assert loop.engine.metrics(nonprivate=True)["nonprivate/dropped_rows"] == dropped
 
 
-# Batches of another size
+# Batches of the wrong size
 
 
 def test_more_samples_than_were_drawn_raise_and_charge_the_batch():
@@ -171,7 +171,7 @@ def test_more_samples_than_were_drawn_raise_and_charge_the_batch():
 def test_samples_for_an_empty_batch_raise():
     loop = make_loop(batch_size=1, **NOISE)
     loader = inside.without_placeholders(loop.loader)
-    assert any(len(targets) == 0 for _, targets in loader)  # the loop ends at the empty batch
+    assert any(len(targets) == 0 for _, targets in loader)  # stops at the first empty batch
     inputs, targets = examples()[:1]
     with pytest.raises(BatchMismatchError, match=r"DPE018.*saw 1 samples, and the loader returned 0"):
         loop.backward(inputs, targets)
@@ -204,7 +204,7 @@ def test_a_second_model_on_one_engine_composes():
     assert one.engine.get_epsilon(1e-3) > max(epsilon_of([charge], 1e-3) for charge in charges)
 
 
-OTHER_ENGINE = r"DPE012.*Another engine.*use one engine.*load the state"
+SHARED_DATASET = r"DPE012.*Another engine.*use one engine.*load the state"
 
 
 def one_step(loop):
@@ -226,7 +226,7 @@ def test_two_engines_on_one_data_set_warn_before_the_first_step_of_the_second(or
     first, second = (loops[i] for i in order)
     with no_warnings():
         one_step(first)
-        with pytest.raises(PrivacyWarning, match=OTHER_ENGINE):
+        with pytest.raises(PrivacyWarning, match=SHARED_DATASET):
             one_step(second)
     assert second.engine.ledger.steps == 0  # as an error, the warning prevents the step
 
@@ -244,11 +244,11 @@ def engine_with(state):
     return engine
 
 
-def test_an_engine_for_each_epoch_is_reported_after_the_first_was_collected():
+def test_an_engine_for_each_epoch_is_reported_after_the_first_was_garbage_collected():
     dataset = examples()
     one_epoch(dataset)
     gc.collect()
-    with pytest.warns(PrivacyWarning, match=OTHER_ENGINE):
+    with pytest.warns(PrivacyWarning, match=SHARED_DATASET):
         one_epoch(dataset)
 
 
@@ -260,24 +260,24 @@ def test_a_run_that_outlives_its_engine_is_reported():
     gc.collect()
     assert engine() is None
     one_epoch(dataset)
-    with pytest.warns(PrivacyWarning, match=OTHER_ENGINE):
+    with pytest.warns(PrivacyWarning, match=SHARED_DATASET):
         train(kept)
 
 
 def test_each_data_set_is_reported_once():
     for dataset in (examples(), examples()):
         one_epoch(dataset)
-        with pytest.warns(PrivacyWarning, match=OTHER_ENGINE) as seen:
+        with pytest.warns(PrivacyWarning, match=SHARED_DATASET) as seen:
             one_epoch(dataset)
             one_epoch(dataset)
         assert len(seen) == 1
 
 
-@pytest.mark.parametrize("when", ["before make_private", "after make_private", "of one that was detached"])
+@pytest.mark.parametrize("when", ["before make_private", "after make_private", "after detach"])
 def test_an_engine_that_continues_from_the_state_of_the_first_does_not_warn(when):
     dataset = examples()
     first = one_epoch(dataset)
-    if when == "of one that was detached":
+    if when == "after detach":
         first.engine.detach(first.model)
     state = first.engine.state_dict()
     with no_warnings():
@@ -293,20 +293,20 @@ def test_the_first_engine_that_continues_next_to_one_with_its_state_warns():
     dataset = examples()
     first = one_epoch(dataset)
     one_step(make_loop(dataset=dataset, **NOISE, engine=engine_with(first.engine.state_dict())))
-    with pytest.warns(PrivacyWarning, match=OTHER_ENGINE):
+    with pytest.warns(PrivacyWarning, match=SHARED_DATASET):
         one_step(first)
 
 
-def test_loaded_steps_over_other_data_do_not_suppress_the_warning():
+def test_steps_over_other_data_do_not_suppress_the_warning():
     one, other = examples(), examples()
-    charged = one_epoch(one).engine.state_dict()
+    first_state = one_epoch(one).engine.state_dict()
     second = one_epoch(other)  # as many steps of the same kind
-    with pytest.warns(PrivacyWarning, match=OTHER_ENGINE):
+    with pytest.warns(PrivacyWarning, match=SHARED_DATASET):
         one_epoch(one, engine=second.engine)
-    assert len(charged["ledger"]["charges"]) == 1
+    assert len(first_state["ledger"]["charges"]) == 1
 
 
-def test_steps_over_other_data_need_not_be_known():
+def test_a_loaded_state_may_lack_steps_over_other_data():
     one, other = examples(), examples()
     first = one_epoch(one)
     state = first.engine.state_dict()
@@ -333,7 +333,7 @@ def test_other_data_or_an_engine_that_made_no_step_do_not_warn(as_list):
 # Loaders that are rejected
 
 
-def test_a_loader_without_batches_is_rejected():
+def test_a_loader_with_batch_size_none_is_rejected():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(SamplingError, match=r"DPE004.*batch_size=None") as seen:

@@ -43,9 +43,9 @@ def plain_training(model, optimizer, batches):
 @pytest.mark.one_in(2, "make_model", "mode")
 @pytest.mark.parametrize("make_model", [mlp, recurrent])
 @every_mode
-def test_after_detach_nothing_is_left(make_model, mode):
-    model, never = make_model(), make_model()
-    model.load_state_dict(start := state_of(never))
+def test_detach_leaves_no_hooks_or_attributes(make_model, mode):
+    model, never_private = make_model(), make_model()
+    model.load_state_dict(start := state_of(never_private))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = lr_scheduler.StepLR(optimizer, 1)
     own_step, attributes = optimizer.__dict__["step"], set(optimizer.__dict__)
@@ -70,7 +70,7 @@ def test_after_detach_nothing_is_left(make_model, mode):
     model.load_state_dict(start)
     optimizer.state.clear()
     found = plain_training(model, optimizer, batches)
-    truth = plain_training(never, torch.optim.SGD(never.parameters(), lr=0.1, momentum=0.9), batches)
+    truth = plain_training(never_private, torch.optim.SGD(never_private.parameters(), lr=0.1, momentum=0.9), batches)
     assert all(torch.equal(found[name], truth[name]) for name in truth)
 
 
@@ -84,4 +84,4 @@ def test_a_scheduler_of_the_private_optimizer_continues_after_detach():
         loop.step(*first_batch(loop.loader))
         scheduler.step()
     assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * 0.5)
-    assert loop.engine.ledger.steps == 1  # the privacy cost stays, and plain steps add nothing
+    assert loop.engine.ledger.steps == 1  # the charge stays, and steps after detach add none

@@ -13,8 +13,8 @@ from dpengine.sampling.collate import placeholder_batch
 
 
 @model_of(lambda: {"first": nn.Linear(FEATURES, 4), "second": nn.Linear(4, CLASSES)})
-def reshapes(m, inputs):
-    """Reshapes with -1, which torch does not allow for a tensor without elements, as attention of many models does."""
+def reshaping_model(m, inputs):
+    """Reshapes with -1, as many attention layers do; torch rejects -1 for a tensor without elements."""
     hidden = m.first(inputs)
     return m.second(hidden.reshape(len(inputs), -1, 2).flatten(1))
 
@@ -22,7 +22,7 @@ def reshapes(m, inputs):
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 def test_a_model_that_cannot_run_without_samples_trains(mode):
-    loop = make_loop(reshapes(), batch_size=1, grad_sample_mode=mode, noise_multiplier=1.0)
+    loop = make_loop(reshaping_model(), batch_size=1, grad_sample_mode=mode, noise_multiplier=1.0)
     sizes = []
     for inputs, targets in loop.loader:
         loop.step(inputs, targets)
@@ -83,7 +83,7 @@ def test_a_model_error_on_real_samples_has_no_placeholder_note():
     assert not hasattr(seen.value, "__notes__")
 
 
-def test_an_adaptive_clipping_norm_does_not_see_the_placeholder():
+def test_adaptive_clipping_ignores_the_placeholder():
     norms = []
     for example in (None, (torch.full((FEATURES,), 1e3), torch.tensor(1))):
         loop = make_loop(batch_size=1, clipping="adaptive", noise_multiplier=1.0, example_input=example)
@@ -103,7 +103,7 @@ def test_per_sample_losses_accept_the_placeholder():
             assert all(not gradient.any() for gradient in gradients_of(loop.model).values())
 
 
-def test_a_frozen_model_and_a_second_backward_are_treated_as_for_other_batches():
+def test_a_second_backward_over_a_placeholder_raises():
     loop = make_loop(batch_size=1)
     for inputs, targets in loop.loader:
         if inside.samples_now(loop.engine) == 0:
@@ -125,13 +125,13 @@ def test_a_compiled_pass_drops_the_placeholder():
         torch.testing.assert_close(state_of(loop.model)[name], value)
 
 
-class Opaque:
+class CustomBatch:
     def __init__(self, rows):
         self.inputs = torch.stack([row[0] for row in rows])
         self.targets = torch.stack([row[1] for row in rows])
 
 
-class OfRows(Dataset):
+class ExampleDataset(Dataset):
     def __len__(self):
         return 8
 
@@ -142,7 +142,7 @@ class OfRows(Dataset):
 def test_a_batch_type_of_unknown_structure_trains_if_an_example_is_given():
     from dpengine import PrivacyEngine
 
-    loader = torch.utils.data.DataLoader(OfRows(), batch_size=1, collate_fn=Opaque)
+    loader = torch.utils.data.DataLoader(ExampleDataset(), batch_size=1, collate_fn=CustomBatch)
 
     def private(**options):
         model, engine = mlp(), PrivacyEngine(seed=0)
@@ -151,7 +151,7 @@ def test_a_batch_type_of_unknown_structure_trains_if_an_example_is_given():
 
     with pytest.raises(
         RuntimeError,
-        match=r"DPE004.*Opaque cannot be created for batch\. .*or pass example_input=, a fictitious example",
+        match=r"DPE004.*CustomBatch cannot be created for batch\. .*or pass example_input=, a fictitious example",
     ):
         private()
     model, optimizer, batches = private(example_input=(torch.zeros(FEATURES), torch.tensor(0)))

@@ -19,12 +19,12 @@ from dpengine.accounting import PoissonGaussianEvent, suggested_delta, to_dp_acc
 from dpengine.clipping import AbstractClip
 from dpengine.validation.loss import check_loss
 
-from .mistakes import UNREACHABLE, batch_norm, rdp
+from .mistakes import UNREACHABLE_BUDGET, batch_norm_model, rdp_engine
 
-quiet = pytest.mark.filterwarnings("ignore:.*DPE012")
+ignore_dpe012 = pytest.mark.filterwarnings("ignore:.*DPE012")
 
 
-# Section 6: the statements of each entry in the catalogue
+# The message of each entry in the catalogue
 
 
 class WithSpare(nn.Module):
@@ -36,7 +36,7 @@ class WithSpare(nn.Module):
         return self.used(inputs)
 
 
-class Functional(nn.Module):
+class WithLinear(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.Linear(4, 3)
@@ -45,8 +45,8 @@ class Functional(nn.Module):
         return self.layer(inputs) + F.linear(inputs, self.layer.weight)
 
 
-class Doubled(AbstractClip):
-    """Clips to twice the norm that it states."""
+class DoubleClip(AbstractClip):
+    """Policy that clips to twice the norm in ``bounds``."""
 
     bounds = (0.1,)
 
@@ -67,7 +67,7 @@ def backward_only(loop, *, times=1):
     return loop
 
 
-def foreign_optimizer():
+def optimizer_of_another_model():
     make_loop(make_optimizer=lambda _: torch.optim.SGD(mlp().parameters(), lr=0.1))
 
 
@@ -92,7 +92,7 @@ def scaled_loss():
     scaler.step(loop.optimizer)
 
 
-def mixed_tokens(outputs, targets):
+def token_mean(outputs, targets):
     return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
@@ -101,7 +101,7 @@ def token_batch():
     return torch.randn(3, 3, 4, generator=torch.Generator().manual_seed(0)), targets
 
 
-def summed(outputs, targets):
+def summed_loss(outputs, targets):
     return F.cross_entropy(outputs, targets, reduction="sum")
 
 
@@ -113,7 +113,7 @@ def over_budget(**options):
     loop.optimizer.step()
 
 
-def group_added():
+def add_param_group():
     make_loop().optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
 
 
@@ -121,7 +121,7 @@ def lbfgs():
     make_loop(make_optimizer=torch.optim.LBFGS)
 
 
-def doubled_rows():
+def duplicated_samples():
     loop = make_loop()
     inputs, targets = first_batch(loop.loader)
     loop.backward(inputs.repeat(2, 1), targets.repeat(2))
@@ -141,14 +141,14 @@ def eval_mode():
     backward_only(loop).optimizer.step()
 
 
-def clipped_outside():
+def changed_gradients():
     loop = backward_only(make_loop())
     for p in loop.model.parameters():
         p.grad = torch.ones_like(p)
     loop.optimizer.step()
 
 
-def accumulated():
+def undeclared_accumulation():
     loop = make_loop()
     for _, batch in zip(range(2), loop.loader, strict=False):
         loop.backward(*batch)
@@ -157,7 +157,7 @@ def accumulated():
 
 @dataclass(frozen=True)
 class Row:
-    """An entry of the catalogue: the trigger, the object that the message names, and the suggested fix."""
+    """Entry of the catalogue: code, class, a function that triggers the error, a name in the message, and the fix."""
 
     code: str
     kind: type[Exception] | type[Warning]
@@ -167,38 +167,38 @@ class Row:
 
 
 CATALOGUE = [
-    Row("DPE001", errors.UnsupportedLayerError, lambda: make_loop(batch_norm()), "1 (BatchNorm1d)",
+    Row("DPE001", errors.UnsupportedLayerError, lambda: make_loop(batch_norm_model()), "1 (BatchNorm1d)",
         "dpengine.fix(model)"),
     Row("DPE002", errors.MissingGradientError, lambda: one_step(make_loop(WithSpare())), "'spare.weight'",
         "model.get_parameter('spare.weight').requires_grad_(False), or pass unused_parameters='zero'"),
-    Row("DPE002", errors.MissingGradientError, lambda: backward_only(make_loop(Functional(), grad_sample_mode="hooks")),
-        "'layer.weight'",
-        "Pass grad_sample_mode='auto'"),
-    Row("DPE003", errors.ParameterMismatchError, foreign_optimizer, "4 optimizer parameters",
+    Row("DPE002", errors.MissingGradientError, lambda: backward_only(make_loop(WithLinear(), grad_sample_mode="hooks")),
+        "'layer.weight'", "Pass grad_sample_mode='auto'"),
+    Row("DPE003", errors.ParameterMismatchError, optimizer_of_another_model, "4 optimizer parameters",
         "Build the optimizer last"),
     Row("DPE004", errors.SamplingError, weighted_loader, "WeightedRandomSampler", "Weight the loss instead"),
     Row("DPE005", errors.StaleGradientError, no_zero_grad, "optimizer.zero_grad()", "top of the loop"),
-    Row("DPE006", errors.PrivacyWarning, accumulated, "2 sampled batches", "accumulation_steps=2"),
+    Row("DPE006", errors.PrivacyWarning, undeclared_accumulation, "2 sampled batches", "accumulation_steps=2"),
     Row("DPE007", errors.InvalidBudgetError, lambda: make_loop(target_delta=0.5), "target_delta=0.5",
         "Pass target_delta=3.0e-02"),
-    Row("DPE008", errors.CalibrationError, lambda: make_loop(engine=rdp(), **UNREACHABLE),
+    Row("DPE008", errors.CalibrationError, lambda: make_loop(engine=rdp_engine(), **UNREACHABLE_BUDGET),
         "epsilon=1e-09", "Use fewer epochs, a smaller"),
     Row("DPE009", errors.ScaledGradientError, scaled_loss, "GradScaler",
         "torch.autocast(dtype=torch.bfloat16), or pass make_private(..., grad_scaler=scaler)"),
-    Row("DPE010", errors.BatchDependentLossError, lambda: check_loss(mlp(), mixed_tokens, token_batch()), "sample 0",
+    Row("DPE010", errors.BatchDependentLossError, lambda: check_loss(mlp(), token_mean, token_batch()), "sample 0",
         "per_example(loss_fn)"),
     Row("DPE011", errors.BudgetExceeded, over_budget, "Step 3", "Raise target_epsilon deliberately, or report now"),
     Row("DPE012", errors.PrivacyWarning, lambda: make_loop(noise_multiplier=0), "noise_multiplier=0", "NOT PRIVATE"),
     Row("DPE012", errors.PrivacyWarning, lambda: make_loop(sampling="shuffle", noise_multiplier=1.0),
         "sampling='shuffle'", "epsilon not claimed"),
-    Row("DPE013", errors.ReductionError, lambda: check_loss(mlp(), summed, examples().tensors), "looks like a sum",
-        'loss_reduction="sum"'),
-    Row("DPE015", errors.PrivacyWarning, clipped_outside, "p.grad was changed", "pass max_grad_norm= to make_private"),
-    Row("DPE016", errors.UnknownParameterError, group_added, "Parameter(2, 2)", "engine.detach(model)"),
+    Row("DPE013", errors.ReductionError, lambda: check_loss(mlp(), summed_loss, examples().tensors),
+        "looks like a sum", 'loss_reduction="sum"'),
+    Row("DPE015", errors.PrivacyWarning, changed_gradients, "p.grad was changed",
+        "pass max_grad_norm= to make_private"),
+    Row("DPE016", errors.UnknownParameterError, add_param_group, "Parameter(2, 2)", "engine.detach(model)"),
     Row("DPE016", errors.UnknownParameterError, lbfgs, "LBFGS", "such as SGD or AdamW"),
     Row("DPE017", errors.RepeatedBackwardError, lambda: backward_only(make_loop(), times=2), "2 backward passes",
         "(a + b).backward()"),
-    Row("DPE018", errors.BatchMismatchError, doubled_rows, "such as '2'", "Augment each example in the data set"),
+    Row("DPE018", errors.BatchMismatchError, duplicated_samples, "such as '2'", "Augment each example in the data set"),
     Row("DPE019", errors.DetachedError, copied_optimizer, "optimizer is a copy", "dpengine.detach(optimizer)"),
     Row("DPE020", errors.MissingDependencyError, without_dp_accounting, "dp-accounting", "pip install"),
     Row("DPE022", errors.BatchStateError, lambda: make_loop().optimizer.step(), "step() has no complete batch",
@@ -206,12 +206,12 @@ CATALOGUE = [
     Row("DPE022", errors.BatchStateError, lambda: next(iter((loop := make_loop()).loader)) and loop.optimizer.step(),
         "no backward pass", "Call loss.backward() before optimizer.step()"),
     Row("DPE022", errors.BatchStateError, eval_mode, "eval mode", "Call model.train() before the forward pass"),
-    Row("DPE027", errors.ExtensionError, lambda: one_step(make_loop(clipping=Doubled())), "Doubled.factors()",
+    Row("DPE027", errors.ExtensionError, lambda: one_step(make_loop(clipping=DoubleClip())), "DoubleClip.factors()",
         "Return factors of at most bounds[k] / norms_BK[:, k]"),
 ]  # fmt: skip
 
 
-@quiet
+@ignore_dpe012
 @pytest.mark.parametrize("row", CATALOGUE, ids=lambda row: f"{row.code.lower()}-{row.trigger.__name__.strip('<>')}")
 def test_errors_name_their_cause_and_their_remedy(row, monkeypatch):
     if row.code == "DPE020":
@@ -241,7 +241,7 @@ def test_errors_every_code_of_the_training_loop_has_a_row():
     assert not issubclass(errors.PrivacyWarning, UserWarning)
 
 
-# Section 6: the suggested fix, applied
+# The suggested fixes, applied
 
 
 def test_errors_dpe007_the_suggested_delta_is_accepted():
@@ -249,14 +249,14 @@ def test_errors_dpe007_the_suggested_delta_is_accepted():
     make_loop(target_delta=0.5, allow_large_delta=True, noise_multiplier=1.0)
 
 
-@quiet
+@ignore_dpe012
 def test_errors_dpe016_a_group_can_be_added_after_detach():
     loop = make_loop()
     loop.engine.detach(loop.model)
     loop.optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
 
 
-@quiet
+@ignore_dpe012
 def test_errors_dpe022_training_continues_after_each_error():
     loop = make_loop()
     chunks = iter(loop.loader)
@@ -283,10 +283,10 @@ from dpengine.errors import notice
 with warnings.catch_warnings(record=True) as seen:
     warnings.simplefilter("always")
     for _ in range(3):
-        notice("DPE012", "Twice is once.")
-        notice("DPE012", "But a key of its own is its own.", key="other")
+        notice("DPE012", "A repeated notice is shown once.")
+        notice("DPE012", "A notice with another key is shown.", key="other")
         for one in (notice, dpengine):
-            notice("DPE012", "Each object at fault is named.", of=one)
+            notice("DPE012", "Shown once for each object.", of=one)
     notice("DPE006", "Another code.")
 print(len(seen), {w.category.__name__ for w in seen})
 """

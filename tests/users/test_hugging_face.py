@@ -1,4 +1,4 @@
-"""Models of transformers with padded labels, and the loss that the error suggests. A training loop with accelerate."""
+"""Models of transformers with padded labels and the loss that the error suggests; a training loop with accelerate."""
 
 import re
 
@@ -34,11 +34,11 @@ def llama():
 
 
 MODELS = pytest.mark.parametrize("make", [gpt2, llama])
-MAX_NORM = {gpt2: 2.0, llama: 3.3}  # about the median
+MAX_NORM = {gpt2: 2.0, llama: 3.3}  # about the median gradient norm
 
 
 class Texts(Dataset):
-    """Texts with labels, of which the first 4 to 11 count."""
+    """Texts with labels. If padded, only the first 4 to 11 labels of a text are not ignored."""
 
     def __init__(self, *, padded=True):
         generator = torch.Generator().manual_seed(1)
@@ -55,7 +55,7 @@ class Texts(Dataset):
         return {"input_ids": self.words[i], "labels": self.labels[i]}
 
 
-def trained(make, loss_of, *, steps=3, padded=True, noise=1.0, max_norm=1.0):
+def train_private(make, loss_of, *, steps=3, padded=True, noise=1.0, max_norm=1.0):
     """Trains a few steps; returns the model, its weights before the last step, and the last batch."""
     torch.manual_seed(0)
     model = make().train()
@@ -74,15 +74,15 @@ def trained(make, loss_of, *, steps=3, padded=True, noise=1.0, max_norm=1.0):
     raise AssertionError("The loader ended.")
 
 
-def own(model, batch):
+def built_in_loss(model, batch):
     return model(**batch).loss
 
 
-def own_by_number(model, batch):
+def loss_by_item_count(model, batch):
     return model(**batch, num_items_in_batch=(batch["labels"] != -100).sum()).loss
 
 
-def outside(model, batch):
+def loss_of_logits(model, batch):
     logits = model(input_ids=batch["input_ids"]).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
@@ -91,20 +91,20 @@ def outside(model, batch):
 @pytest.mark.parametrize(
     ("loss_of", "cause"),
     [
-        (own, "different numbers of labels"),
-        (own_by_number, "num_items_in_batch="),
-        (outside, "The loss mixes samples"),
+        (built_in_loss, "different numbers of labels"),
+        (loss_by_item_count, "num_items_in_batch="),
+        (loss_of_logits, "The loss mixes samples"),
     ],
 )
 def test_a_mean_over_the_tokens_of_a_batch_is_rejected(make, loss_of, cause):
     with pytest.raises(BatchDependentLossError, match=f"DPE010.*{cause}.*per_token_mean"):
-        trained(make, loss_of)
+        train_private(make, loss_of)
 
 
 @MODELS
 def test_the_loss_that_the_message_names_trains_and_is_exact(make):
     with pytest.raises(BatchDependentLossError) as seen:
-        trained(make, own)
+        train_private(make, built_in_loss)
     named = re.search(r"outputs\.loss by (dpengine\.losses\.\w+\(.*?\)), after (import [\w.]+)\.", str(seen.value))
     scope = {}
     exec(named.group(2), scope)
@@ -112,7 +112,7 @@ def test_the_loss_that_the_message_names_trains_and_is_exact(make):
     def loss_of(model, batch):
         return eval(named.group(1), scope | {"outputs": model(**batch), "labels": batch["labels"]})
 
-    model, before, batch = trained(make, loss_of, noise=0.0, max_norm=MAX_NORM[make])
+    model, before, batch = train_private(make, loss_of, noise=0.0, max_norm=MAX_NORM[make])
     assert_exact(make, model, before, batch, MAX_NORM[make])
 
 
@@ -135,10 +135,10 @@ def assert_exact(make, model, before, batch, max_norm):
 
 
 @MODELS
-@pytest.mark.parametrize("loss_of", [own, own_by_number])
+@pytest.mark.parametrize("loss_of", [built_in_loss, loss_by_item_count])
 def test_the_loss_that_the_message_names_can_be_installed_and_is_exact(make, loss_of):
     with pytest.raises(BatchDependentLossError, match="causal_lm_loss") as seen:
-        trained(make, loss_of)
+        train_private(make, loss_of)
     line = re.search(r"model\.loss_function = [\w.]+\w", str(seen.value)).group()
 
     def installed():
@@ -146,13 +146,13 @@ def test_the_loss_that_the_message_names_can_be_installed_and_is_exact(make, los
         exec(line, {"model": model, "dpengine": dpengine})
         return model
 
-    model, before, batch = trained(installed, loss_of, noise=0.0, max_norm=MAX_NORM[make])
+    model, before, batch = train_private(installed, loss_of, noise=0.0, max_norm=MAX_NORM[make])
     assert_exact(make, model, before, batch, MAX_NORM[make])
 
 
 @MODELS
 def test_the_built_in_loss_of_the_model_is_accepted_for_texts_of_equal_length(make):
-    trained(make, own, padded=False)
+    train_private(make, built_in_loss, padded=False)
 
 
 @pytest.mark.parametrize("when", ["before make_private", "after make_private"])
@@ -167,7 +167,7 @@ def test_the_loader_of_accelerate_trains_by_the_remedy_of_its_message(when):
     if when == "after make_private":
         parts = accelerator.prepare(*parts)
         with pytest.raises(BatchMismatchError, match=r"DPE018.*fetched ahead") as seen, pytest.warns(PrivacyWarning):
-            run(accelerator, *parts)
+            train_epoch(accelerator, *parts)
         model = torch.nn.Linear(4, 2)
         parts = model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(torch.randn(64, 4), batch_size=BATCH)
         engine = PrivacyEngine(seed=1)
@@ -177,10 +177,10 @@ def test_the_loader_of_accelerate_trains_by_the_remedy_of_its_message(when):
             {"dpengine": dpengine, "engine": engine},
         )
         parts = accelerator.prepare(*parts)
-    assert run(accelerator, *parts) == engine.ledger.steps == EXAMPLES // BATCH
+    assert train_epoch(accelerator, *parts) == engine.ledger.steps == EXAMPLES // BATCH
 
 
-def run(accelerator, model, optimizer, loader):
+def train_epoch(accelerator, model, optimizer, loader):
     """Trains an epoch; returns the number of steps."""
     steps = 0
     for inputs in loader:

@@ -1,4 +1,4 @@
-"""Modules that an import loads; contents and requirements of a built wheel. No network."""
+"""Modules that an import loads; contents and requirements of a built wheel. Uses no network."""
 
 import email
 import os
@@ -21,20 +21,20 @@ import dpengine
 ROOT = Path(__file__).resolve().parents[2]
 
 # Runs in a subprocess: imports the package and blocks all other modules except those that torch requires
-IMPORT_ALONE = """
+ISOLATED_IMPORT = """
 import sys
 import numpy, torch
 
 sys.path.insert(0, {root!r})
 before = set(sys.modules)
 
-class Refuse:
+class BlockedImports:
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
         if top not in sys.stdlib_module_names and top not in {allowed!r}:
             raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
 
-sys.meta_path.insert(0, Refuse())
+sys.meta_path.insert(0, BlockedImports())
 import dpengine
 {then}
 new = {{name.partition(".")[0] for name in set(sys.modules) - before}}
@@ -44,7 +44,7 @@ REQUIRED = {"torch", "numpy", "scipy", "opt-einsum", "dp-accounting", "safetenso
 HEAVY = {"scipy", "dp_accounting", "jinja2", "matplotlib", "transformers"}
 
 
-def needs_of(package: str) -> set[str]:
+def requirements_of(package: str) -> set[str]:
     """Returns the direct and transitive requirements of this package, as import names where these differ."""
     found, left = set(), [package]
     while left:
@@ -60,7 +60,7 @@ def needs_of(package: str) -> set[str]:
 
 
 def modules_loaded(*, allowed: set[str], then: str = "") -> set[str]:
-    script = IMPORT_ALONE.format(root=str(ROOT), allowed=allowed | {"dpengine"}, then=then)
+    script = ISOLATED_IMPORT.format(root=str(ROOT), allowed=allowed | {"dpengine"}, then=then)
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd="/")
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
@@ -90,8 +90,8 @@ def test_importing_a_package_loads_neither_torch_nor_scipy():
 
 @pytest.mark.slow
 def test_every_public_name_loads_without_the_optional_packages():
-    # Names are lazy, so each is touched. Torch may then load what it requires itself.
-    allowed = needs_of("torch") | {"torch", "numpy", "torchgen", "functorch", "mpmath"}
+    # Names load lazily, so each is accessed. Torch may then load its own requirements.
+    allowed = requirements_of("torch") | {"torch", "numpy", "torchgen", "functorch", "mpmath"}
     loaded = modules_loaded(allowed=allowed - HEAVY, then="[getattr(dpengine, name) for name in dpengine.__all__]")
     assert not loaded & HEAVY
     assert {name for name in loaded if "cython" not in name} <= {"dpengine"} | allowed  # parts of NumPy
@@ -129,11 +129,11 @@ def test_the_version_is_the_same_everywhere():
 def test_the_demo_installs_no_test_tool(tmp_path):
     command = ["make", "--no-print-directory", "--dry-run", "demo", f"VENV={tmp_path}"]
     plan = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
-    assert plan.splitlines()[0].startswith("echo")  # says at once that it is working
+    assert plan.splitlines()[0].startswith("echo")  # shows progress at once
     assert re.findall(r"-e '\.\[(.*)\]'", plan) == ["plots"]
 
 
-def run_here(*command: object, cwd: Path) -> str:
+def run_command(*command: object, cwd: Path) -> str:
     settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(part) for part in command]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=settings)
@@ -142,7 +142,7 @@ def run_here(*command: object, cwd: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
+def distributions(tmp_path_factory):
     """A source distribution built from a copy of the tree, and a wheel built from it, without network."""
     if find_spec("setuptools") is None:
         pytest.skip("setuptools is not installed")
@@ -150,22 +150,22 @@ def built(tmp_path_factory):
     others = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "*.so", "*.egg-info")
     shutil.copytree(ROOT, folder / "tree", ignore=others)
     script = f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})"
-    run_here(sys.executable, "-c", script, cwd=folder / "tree")
+    run_command(sys.executable, "-c", script, cwd=folder / "tree")
     (source,) = folder.glob("dpengine-*.tar.gz")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-index", "--no-deps", "--no-build-isolation"]
-    run_here(*command, "-w", folder, source, cwd=folder)
+    run_command(*command, "-w", folder, source, cwd=folder)
     (wheel,) = folder.glob("dpengine-*.whl")
     return source, wheel
 
 
 @pytest.fixture(scope="module")
-def wheel(built):
-    return zipfile.ZipFile(built[1])
+def wheel(distributions):
+    return zipfile.ZipFile(distributions[1])
 
 
 @pytest.mark.slow
-def test_a_source_distribution_holds_what_its_tests_need(built):
-    with tarfile.open(built[0]) as archive:
+def test_a_source_distribution_holds_what_its_tests_need(distributions):
+    with tarfile.open(distributions[0]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     for file in ["Makefile", "docs/quickstart.md", "tests/conftest.py", "tutorials/demo/run.py", "CITATION.cff"]:
         assert file in names
@@ -173,15 +173,15 @@ def test_a_source_distribution_holds_what_its_tests_need(built):
 
 
 @pytest.mark.slow
-def test_a_wheel_installs_in_an_empty_environment_and_its_command_runs(built, tmp_path):
-    run_here(sys.executable, "-m", "venv", tmp_path / "empty", cwd=tmp_path)
+def test_a_wheel_installs_in_an_empty_environment_and_its_command_runs(distributions, tmp_path):
+    run_command(sys.executable, "-m", "venv", tmp_path / "empty", cwd=tmp_path)
     python = tmp_path / "empty" / "bin" / "python"
-    run_here(python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", built[1], cwd=tmp_path)
-    where = Path(run_here(python, "-c", "import dpengine; print(dpengine.__file__)", cwd=tmp_path).strip())
+    run_command(python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", distributions[1], cwd=tmp_path)
+    where = Path(run_command(python, "-c", "import dpengine; print(dpengine.__file__)", cwd=tmp_path).strip())
     assert where.is_relative_to(tmp_path / "empty")
     (where.parents[1] / "others.pth").write_text(sysconfig.get_path("purelib"))  # what dpengine requires
     command = "epsilon --sigma 1.1 --n 1e4 --batch 100 --steps 100 --delta 1e-5"
-    text = run_here(tmp_path / "empty" / "bin" / "dpengine", *command.split(), cwd=tmp_path)
+    text = run_command(tmp_path / "empty" / "bin" / "dpengine", *command.split(), cwd=tmp_path)
     assert re.match(r"ε = \d\.\d+ \(δ = 1e-05, 100 steps", text)
 
 

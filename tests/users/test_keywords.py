@@ -10,8 +10,8 @@ from dpengine.engine.progress import progress
 PUBLIC = [name for name in dpengine.__all__ if name != "PrivacyWarning"]
 
 
-def unknown_keywords():
-    """Every public callable with a keyword that is one letter off."""
+def public_callables():
+    """Returns every public callable, including the methods of the engine."""
     engine = dpengine.PrivacyEngine
     cases = [(name, getattr(dpengine, name)) for name in PUBLIC]
     members = [name for name, value in vars(engine).items() if callable(value) and not name.startswith("_")]
@@ -20,7 +20,7 @@ def unknown_keywords():
     return [pytest.param(call, id=name) for name, call in cases]
 
 
-@pytest.mark.parametrize("call", unknown_keywords())
+@pytest.mark.parametrize("call", public_callables())
 def test_an_unknown_keyword_is_a_type_error(call):
     with pytest.raises(TypeError, match="no argument 'entirely_unknown'"):
         call(entirely_unknown=1)

@@ -117,7 +117,7 @@ def test_a_forgotten_zero_grad_is_found_on_an_empty_batch():
                 stepped = True
 
 
-# What happens between the calls of a loop
+# Other calls between those of a training step
 
 
 def evaluate(loop, inputs, targets):
@@ -131,7 +131,7 @@ def without_grad(loop, inputs, targets):
         loop.model(inputs)
 
 
-def look_at_training_loss(loop, inputs, targets):
+def forward_only(loop, inputs, targets):
     F.cross_entropy(loop.model(inputs), targets)
 
 
@@ -162,7 +162,7 @@ def fail_inside_backward(loop, inputs, targets):
     handle.remove()
 
 
-PASSES = [look_at_training_loss, gradient_in_eval_mode, fail_in_forward, evaluate]
+PASSES = [forward_only, gradient_in_eval_mode, fail_in_forward, evaluate]
 
 
 @pytest.mark.one_in(10, "mode", "interlude", others="slow")
@@ -231,7 +231,9 @@ def test_two_older_forward_passes_never_exceed_the_clipping_norm(mode):
 
 @every_mode
 def test_a_pass_that_failed_at_its_end_does_not_join_an_older_forward(mode):
-    loop = make_loop(grad_sample_mode=mode, max_grad_norm=100.0)  # a doubled gradient would be clipped back
+    loop = make_loop(
+        grad_sample_mode=mode, max_grad_norm=100.0
+    )  # so large that clipping does not hide a doubled gradient
     inputs, targets = first_batch(loop.loader)
     with exact_gradients(loop, (inputs, targets), max_norm=100.0):
         older = loop.model(inputs)
@@ -244,14 +246,14 @@ def test_a_pass_that_failed_at_its_end_does_not_join_an_older_forward(mode):
 
 
 @pytest.mark.parametrize(
-    ("fail", "says"), [(fail_in_backward, "no backward pass ran"), (fail_inside_backward, "discarded")]
+    ("fail", "message"), [(fail_in_backward, "no backward pass ran"), (fail_inside_backward, "discarded")]
 )
-def test_a_batch_that_failed_leaves_nothing_in_the_next(fail, says):
+def test_a_batch_that_failed_leaves_nothing_in_the_next(fail, message):
     loop = make_loop(accumulation_steps=2)
     chunks = iter(loop.loader)
     loop.backward(*next(chunks))
     fail(loop, *next(chunks))
-    with pytest.raises(BatchStateError, match=says):
+    with pytest.raises(BatchStateError, match=message):
         loop.optimizer.step()
     first = next(chunks)
     assert inside.state(loop.engine).clean

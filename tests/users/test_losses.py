@@ -41,8 +41,8 @@ def token_batch():
 def test_a_summed_loss_is_detected_where_a_mean_was_declared():
     batch = examples().tensors
     summed = lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="sum")  # noqa: E731
-    says = r'DPE013.*looks like a sum, expected a mean.*up to twice the clipping norm.*loss_reduction="sum"'
-    with pytest.raises(ReductionError, match=says):
+    message = r'DPE013.*looks like a sum, expected a mean.*up to twice the clipping norm.*loss_reduction="sum"'
+    with pytest.raises(ReductionError, match=message):
         check_loss(mlp(), summed, batch)
     check_loss(mlp(), summed, batch, loss_reduction="sum")
     with pytest.raises(ReductionError, match=r'looks like a mean, expected a sum.*loss_reduction="mean"'):
@@ -69,7 +69,7 @@ def test_a_loss_that_mixes_samples_is_detected_and_the_suggested_fix_works():
     check_loss(mlp(), per_example(token_mean), token_batch())
 
 
-def per_row_tokens(outputs, targets):
+def token_means(outputs, targets):
     """Returns the loss of each sample, ``(B,)``."""
     each = F.cross_entropy(outputs.transpose(1, 2), targets, ignore_index=-1, reduction="none")
     return each.sum(1) / (targets != -1).sum(1)
@@ -85,7 +85,7 @@ def test_backward_of_the_engine_clips_losses_of_single_samples(reduction, mode):
     expected = expected_gradients(
         loop.model, [(inputs, targets)], max_norm=0.8, divisor=3 if reduction == "mean" else 1, loss_fn=token_mean
     )
-    loop.engine.backward(per_row_tokens(loop.model(inputs), targets))
+    loop.engine.backward(token_means(loop.model(inputs), targets))
     loop.optimizer.step()
     assert_same_gradients(gradients_of(loop.model), expected)
 
@@ -111,5 +111,5 @@ def test_backward_of_the_engine_scales_with_the_scaler():
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
-def test_the_public_names_used_here_exist():
+def test_check_loss_is_exported():
     assert dpengine.check_loss is check_loss

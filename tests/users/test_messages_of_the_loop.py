@@ -18,13 +18,13 @@ NOISE = {"noise_multiplier": 1.0}
 
 
 @pytest.fixture(autouse=True)
-def notices_again():
+def reset_notices():
     forget_notices()
     yield
     forget_notices()
 
 
-def merged(loop, count):
+def train_merged_batches(loop, count):
     loop.optimizer.zero_grad()
     for i, (inputs, targets) in enumerate(loop.loader):
         loop.backward(inputs, targets)
@@ -35,7 +35,7 @@ def merged(loop, count):
 
 def test_accumulation_by_hand_warns_with_both_epsilons_and_the_arguments():
     with pytest.warns(PrivacyWarning, match="DPE006") as seen:
-        merged(loop := make_loop(batch_size=3, **NOISE), 2)
+        train_merged_batches(loop := make_loop(batch_size=3, **NOISE), 2)
     text = next(str(one.message) for one in seen if "DPE006" in str(one.message))
     now, less = (float(one) for one in re.search(r"epsilon is ([\d.]+) after .* it is (\d+\.\d+)", text).groups())
     assert loop.engine.epsilon <= now <= loop.engine.epsilon + 0.01
@@ -171,7 +171,7 @@ def test_other_models_and_optimizers_step_as_before():
 
 @pytest.mark.one_in(3, "what", others="slow")
 @pytest.mark.parametrize("what", ["model", "optimizer", "engine"])
-def test_detach_takes_a_model_an_optimizer_or_an_engine(what):
+def test_detach_accepts_a_model_an_optimizer_or_an_engine(what):
     loop = make_loop(**NOISE)
     train(loop)
     dpengine.detach(getattr(loop, what))
@@ -216,7 +216,7 @@ model, optimizer, loader = engine.make_private(model, optimizer, loader, noise_m
     exec(cell, {**scope, "loader": DataLoader(examples(), batch_size=6)})
 
 
-def test_a_new_model_next_to_the_optimizer_of_another_is_reported():
+def test_a_new_model_with_the_optimizer_of_another_model_is_rejected():
     loop = make_loop(**NOISE)
     private, loop.model = loop.model, mlp()
     with pytest.raises(BatchStateError, match=r"DPE022.*the model that make_private returned and not of a new one"):
@@ -240,6 +240,6 @@ def test_delta_and_target_delta_suggest_each_other():
 
 def test_the_batch_size_of_a_loader_counts_privacy_units():
     loop = make_loop(batch_size=2, privacy_unit=[i // 4 for i in range(ROWS)], **NOISE)
-    facts = loop.engine.describe()
-    assert facts["expected_batch_size"] == 2 and facts["sample_rate"] == pytest.approx(2 / 6)
+    description = loop.engine.describe()
+    assert description["expected_batch_size"] == 2 and description["sample_rate"] == pytest.approx(2 / 6)
     assert len(loop.loader) == 3

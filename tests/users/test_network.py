@@ -19,7 +19,7 @@ def send():
 
 
 @pytest.mark.parametrize(
-    ("reach", "says"),
+    ("access", "message"),
     [
         (connect, r"127\.0\.0\.1"),
         (send, r"127\.0\.0\.1"),
@@ -28,9 +28,9 @@ def send():
     ],
     ids=["connection", "datagram", "name", "urllib"],
 )
-def test_the_network_is_rejected(network_refused, reach, says):
-    with pytest.raises(network_refused, match=says):
-        reach()
+def test_network_access_raises(network_refused, access, message):
+    with pytest.raises(network_refused, match=message):
+        access()
 
 
 def test_pairs_of_local_sockets_still_work():

@@ -31,13 +31,13 @@ from dpengine.errors import BatchStateError, DetachedError, UnknownParameterErro
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 
-KINDS = [
+OPTIMIZERS = [
     value
     for value in vars(torch.optim).values()
     if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
 ]
-PRIVATE = [kind for kind in KINDS if kind.__name__ not in REJECTED_OPTIMIZERS]
-every_optimizer = pytest.mark.parametrize("kind", PRIVATE, ids=lambda kind: kind.__name__)
+SUPPORTED = [kind for kind in OPTIMIZERS if kind.__name__ not in REJECTED_OPTIMIZERS]
+every_optimizer = pytest.mark.parametrize("kind", SUPPORTED, ids=lambda kind: kind.__name__)
 SCHEDULERS = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5),
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
@@ -55,12 +55,12 @@ SCHEDULERS = {
 every_scheduler = pytest.mark.parametrize("schedule", SCHEDULERS.values(), ids=SCHEDULERS)
 
 
-def loop_with(kind, **options):
+def matrix_loop(kind, **options):
     """Returns a loop whose parameters are all matrices, since one of the optimizers accepts no others."""
     return make_loop(mlp(bias=False), make_optimizer=functools.partial(kind, lr=0.05), **options)
 
 
-def loop_of(optimizer, model, **options):
+def loop_with_optimizer(optimizer, model, **options):
     return make_loop(model, make_optimizer=lambda parameters: optimizer, **options)
 
 
@@ -86,15 +86,20 @@ class Shadow:
 def test_the_optimizer_keeps_its_class_groups_and_state(kind):
     model = mlp(bias=False)
     optimizer = kind(model.parameters(), lr=0.05)
-    groups, state, defaults, keys = optimizer.param_groups, optimizer.state, optimizer.defaults, optimizer.state_dict()
-    loop = loop_of(optimizer, model)
+    groups, state, defaults, state_dict = (
+        optimizer.param_groups,
+        optimizer.state,
+        optimizer.defaults,
+        optimizer.state_dict(),
+    )
+    loop = loop_with_optimizer(optimizer, model)
     assert loop.model is model and type(model) is nn.Sequential
     assert loop.optimizer is optimizer and isinstance(optimizer, kind)
     assert optimizer.param_groups is groups and optimizer.state is state and optimizer.defaults is defaults
-    assert optimizer.state_dict() == keys
+    assert optimizer.state_dict() == state_dict
     loop.step(*first_batch(loop.loader))
-    assert optimizer.state_dict().keys() == keys.keys()
-    assert optimizer.state_dict()["param_groups"][0].keys() == keys["param_groups"][0].keys()
+    assert optimizer.state_dict().keys() == state_dict.keys()
+    assert optimizer.state_dict()["param_groups"][0].keys() == state_dict["param_groups"][0].keys()
 
 
 @pytest.mark.one_in(6, "kind", others="slow")
@@ -105,13 +110,15 @@ def test_a_scheduler_built_before_make_private_counts_private_steps(kind):
     model = mlp(bias=False)
     optimizer = kind(model.parameters(), lr=0.05)
     scheduler = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    loop = loop_of(optimizer, model, noise_multiplier=1.0)
+    loop = loop_with_optimizer(optimizer, model, noise_multiplier=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for steps, batch in enumerate(loop.loader, start=1):
             loop.step(*batch)
             scheduler.step()
-            assert loop.engine.ledger.steps == steps  # the private step ran, and not the step set on the instance
+            assert (
+                loop.engine.ledger.steps == steps
+            )  # the private step ran, not the one that the scheduler set on the instance
     assert scheduler.get_last_lr()[0] == pytest.approx(0.05 * 0.5**4)
     assert inside.state(loop.engine).written == set(model.parameters())
 
@@ -125,7 +132,7 @@ def test_the_learning_rate_follows_the_schedule(schedule, before):
     model = mlp(bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scheduler = schedule(optimizer) if before else None
-    loop = loop_of(optimizer, model)
+    loop = loop_with_optimizer(optimizer, model)
     scheduler = scheduler or schedule(optimizer)
     shadow = Shadow(model, torch.optim.SGD)
     shadow_scheduler = schedule(shadow.optimizer)
@@ -144,7 +151,7 @@ def test_the_learning_rate_follows_the_schedule(schedule, before):
 @pytest.mark.one_in(3, "kind")
 @every_optimizer
 def test_a_scheduler_built_after_make_private_sets_the_rate_of_the_next_step(kind):
-    loop = loop_with(kind)
+    loop = matrix_loop(kind)
     scheduler = lr_scheduler.StepLR(loop.optimizer, 1, gamma=0.1)
     shadow = Shadow(loop.model, kind)
     shadow_scheduler = lr_scheduler.StepLR(shadow.optimizer, 1, gamma=0.1)
@@ -167,8 +174,8 @@ class ClosureSpy(torch.optim.SGD):
 @pytest.mark.one_in(3, "kind", others="slow")
 @every_optimizer
 @pytest.mark.hazard("L7")
-def test_a_closure_runs_once_and_its_loss_comes_back(kind):
-    loop = loop_with(kind)
+def test_a_closure_runs_once_and_its_loss_is_returned(kind):
+    loop = matrix_loop(kind)
     inputs, targets = first_batch(loop.loader)
     calls = []
 
@@ -184,7 +191,7 @@ def test_a_closure_runs_once_and_its_loss_comes_back(kind):
 
 
 def test_a_closure_that_detaches_the_model_changes_no_weight():
-    loop = loop_with(torch.optim.SGD)
+    loop = matrix_loop(torch.optim.SGD)
     inputs, targets = first_batch(loop.loader)
 
     def closure():
@@ -197,8 +204,8 @@ def test_a_closure_that_detaches_the_model_changes_no_weight():
     assert loop.engine.ledger.steps == 1
 
 
-def test_the_base_step_never_gets_the_closure():
-    loop = loop_with(ClosureSpy)
+def test_the_base_step_never_receives_the_closure():
+    loop = matrix_loop(ClosureSpy)
     batch = first_batch(loop.loader)
     with exact_gradients(loop, batch):
         loop.optimizer.step(lambda: loop.backward(*batch))
@@ -209,7 +216,7 @@ def test_the_base_step_never_gets_the_closure():
 @every_optimizer
 @pytest.mark.hazard("O21")
 def test_user_hooks_fire_once_and_see_noised_gradients(kind):
-    loop = loop_with(kind, noise_multiplier=1.0)
+    loop = matrix_loop(kind, noise_multiplier=1.0)
     seen = {"pre": [], "post": []}
     loop.optimizer.register_step_pre_hook(lambda *_: seen["pre"].append(gradients_of(loop.model)))
     loop.optimizer.register_step_post_hook(lambda *_: seen["post"].append(gradients_of(loop.model)))
@@ -237,7 +244,7 @@ def replace_groups(optimizer):
 @every_optimizer
 @pytest.mark.parametrize("replace", [reload_state, replace_groups])
 def test_learning_rates_take_effect_after_the_groups_were_replaced(kind, replace):
-    loop = loop_with(kind)
+    loop = matrix_loop(kind)
     shadow = Shadow(loop.model, kind)
     for position, batch in enumerate(loop.loader):
         loop.step(*batch)
@@ -264,8 +271,8 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dum
 @every_optimizer
 @pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
 def test_a_copy_has_the_state_and_no_engine(kind, make_copy):
-    loop = loop_with(kind)
-    lr_scheduler.StepLR(loop.optimizer, 1)  # sets a step on the instance
+    loop = matrix_loop(kind)
+    lr_scheduler.StepLR(loop.optimizer, 1)  # sets ``step`` on the instance
     loop.step(*first_batch(loop.loader))
     other = make_copy(loop.optimizer)
     assert isinstance(other, kind)
@@ -285,7 +292,7 @@ def test_a_copy_has_the_state_and_no_engine(kind, make_copy):
 def test_a_copy_can_be_attached_again():
     loop = make_loop()
     model, optimizer = copy.deepcopy((loop.model, loop.optimizer))
-    second = loop_of(optimizer, model, engine=loop.engine)
+    second = loop_with_optimizer(optimizer, model, engine=loop.engine)
     batch = first_batch(second.loader)
     with exact_gradients(second, batch):
         second.step(*batch)
@@ -295,7 +302,7 @@ def test_a_copy_can_be_attached_again():
 
 @every_optimizer
 def test_the_repr_shows_the_private_settings(kind):
-    loop = loop_with(kind, noise_multiplier=1.25, max_grad_norm=0.5)
+    loop = matrix_loop(kind, noise_multiplier=1.25, max_grad_norm=0.5)
     assert repr(loop.optimizer).startswith(f"DP{kind.__name__}(noise_multiplier=1.25, max_grad_norm=0.5")
     assert "INSECURE_SEED" in repr(loop.optimizer)
     assert "detached copy" in repr(copy.deepcopy(loop.optimizer))
@@ -332,7 +339,7 @@ def test_a_detached_copy_accepts_new_parameter_groups():
 @every_optimizer
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_works_with_and_without_set_to_none(kind, set_to_none):
-    loop = loop_with(kind)
+    loop = matrix_loop(kind)
     shadow = Shadow(loop.model, kind)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -347,20 +354,20 @@ def test_zero_grad_works_with_and_without_set_to_none(kind, set_to_none):
 
 
 def test_every_optimizer_of_torch_is_supported_or_rejected():
-    assert {kind.__name__ for kind in KINDS} == {kind.__name__ for kind in PRIVATE} | set(REJECTED_OPTIMIZERS)
+    assert {kind.__name__ for kind in OPTIMIZERS} == {kind.__name__ for kind in SUPPORTED} | set(REJECTED_OPTIMIZERS)
     assert set(REJECTED_OPTIMIZERS) == {"LBFGS", "SparseAdam"}
 
 
 @pytest.mark.parametrize("name", sorted(REJECTED_OPTIMIZERS))
 @pytest.mark.parametrize("derived", [False, True])
-def test_two_optimizers_are_rejected_and_left_unchanged(name, derived):
+def test_unsupported_optimizers_are_rejected_and_left_unchanged(name, derived):
     kind = getattr(torch.optim, name)
     kind = type("Mine", (kind,), {}) if derived else kind
     model = mlp(bias=False)
     optimizer = kind(model.parameters())
     before = dict(optimizer.__dict__)
     with pytest.raises(UnknownParameterError, match=r"DPE016.*cannot be made private.*SGD or AdamW"):
-        loop_of(optimizer, model)
+        loop_with_optimizer(optimizer, model)
     assert type(optimizer) is kind
     assert optimizer.__dict__ == before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
@@ -385,7 +392,7 @@ def test_garbage_collecting_a_run_during_the_step_of_another_optimizer_is_harmle
     assert len(_global_optimizer_pre_hooks) <= before + 1  # none from the collected run
 
 
-class SkipsEverySecond(torch.optim.Optimizer):
+class AccumulatingWrapper(torch.optim.Optimizer):
     """A wrapper that skips updates while it accumulates, as the optimizer of accelerate does."""
 
     def __init__(self, optimizer):
@@ -406,9 +413,9 @@ class SkipsEverySecond(torch.optim.Optimizer):
 
 
 def test_a_step_whose_update_is_skipped_is_rejected_at_once():
-    loop = make_loop(noise_multiplier=1.0, make_optimizer=lambda p: SkipsEverySecond(torch.optim.SGD(p, lr=0.1)))
+    loop = make_loop(noise_multiplier=1.0, make_optimizer=lambda p: AccumulatingWrapper(torch.optim.SGD(p, lr=0.1)))
     with pytest.raises(
-        BatchStateError, match=r"DPE022.*SkipsEverySecond.step\(\) updated no parameter.*accumulation_steps="
+        BatchStateError, match=r"DPE022.*AccumulatingWrapper.step\(\) updated no parameter.*accumulation_steps="
     ):
         loop.step(*first_batch(loop.loader))
     assert loop.engine.ledger.steps == 1
@@ -420,7 +427,7 @@ def test_the_remedy_for_a_skipped_update_is_accumulation_of_the_engine():
     assert loop.engine.ledger.steps == len(loop.loader)
 
 
-class Wrapper(SkipsEverySecond):
+class TransparentWrapper(AccumulatingWrapper):
     def step(self, closure=None):
         self.optimizer.step(closure)
 
@@ -428,7 +435,7 @@ class Wrapper(SkipsEverySecond):
         self.optimizer.zero_grad(set_to_none)
 
 
-class ByData(torch.optim.SGD):
+class DataUpdateSGD(torch.optim.SGD):
     """Updates ``p.data``, which does not increment the version of a parameter."""
 
     def step(self, closure=None):
@@ -437,15 +444,15 @@ class ByData(torch.optim.SGD):
                 p.data.add_(p.grad, alpha=-group["lr"])
 
 
-UNSEEN = {
-    "data": lambda p: ByData(p, lr=0.1),
+SILENT_UPDATES = {
+    "data": lambda p: DataUpdateSGD(p, lr=0.1),
     "learning rate of 0": lambda p: torch.optim.SGD(p, lr=0.0),
     "fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
-    "wrapped": lambda p: Wrapper(torch.optim.SGD(p, lr=0.1)),
+    "wrapped": lambda p: TransparentWrapper(torch.optim.SGD(p, lr=0.1)),
 }
 
 
-@pytest.mark.parametrize("make", UNSEEN.values(), ids=UNSEEN)
+@pytest.mark.parametrize("make", SILENT_UPDATES.values(), ids=SILENT_UPDATES)
 def test_updates_that_change_no_version_counter_or_no_value_are_accepted(make):
     loop = make_loop(noise_multiplier=1.0, make_optimizer=make)
     assert train(loop) == loop.engine.ledger.steps

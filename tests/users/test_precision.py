@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from case_models import model_of
 from loops import (
-    BATCH,
     CLASSES,
     FEATURES,
     assert_same_gradients,
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*lr_schedule
 @model_of(
     lambda: {"conv": nn.Conv1d(1, 4, 2), "norm": nn.GroupNorm(2, 4), "head": nn.Linear(4 * (FEATURES - 1), CLASSES)}
 )
-def small(m, inputs):
+def small_model(m, inputs):
     """A convolution, a norm and a dense layer."""
     return m.head(m.norm(m.conv(inputs.unsqueeze(1))).tanh().flatten(1))
 
@@ -48,7 +47,7 @@ def small(m, inputs):
 @pytest.mark.parametrize("max_norm", [0.1, 100.0], ids=["clipping", "not clipping"])
 @pytest.mark.parametrize("how", ["autocast", "parameters"])
 def test_bfloat16_works_in_every_mode(how, max_norm, mode):
-    model = small()
+    model = small_model()
     dataset = examples()
     if how == "parameters":
         model.bfloat16()
@@ -65,7 +64,7 @@ def test_bfloat16_works_in_every_mode(how, max_norm, mode):
     loop.optimizer.step()
     found = gradients_of(model)
     assert {gradient.dtype for gradient in found.values()} == {next(model.parameters()).dtype}
-    # bfloat16 keeps 8 bits, and the pass is some ten roundings long
+    # bfloat16 has 8 significant bits, and the pass rounds about ten times
     assert_same_gradients(found, expected, rtol=0.03)
 
 
@@ -141,7 +140,7 @@ def test_a_scaler_that_was_not_passed_is_rejected(unscale):
         scaler.step(loop.optimizer)
     assert all(torch.equal(before[name], value) for name, value in state_of(loop.model).items())
     loop.optimizer.zero_grad()
-    loop.step(*first_batch(loop.loader))  # what the scaler left on the optimizer is gone
+    loop.step(*first_batch(loop.loader))  # attributes that the scaler set on the optimizer are removed
 
 
 @pytest.mark.parametrize("given", [True, False])
@@ -196,7 +195,7 @@ def compiled(model):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, while it compiles
+@pytest.mark.filterwarnings("ignore::UserWarning")  # raised by torch while it compiles
 @pytest.mark.parametrize(
     "when",
     [
@@ -232,7 +231,3 @@ def test_a_compiled_model_trains_as_it_does_eager(when):
         F.cross_entropy(one(batches[0][0]), batches[0][1]).backward()
     assert_same_gradients(gradients_of(model), {name: p.grad.double() for name, p in plain.named_parameters()})
     assert list(start) == list(mlp().state_dict())
-
-
-def test_the_batches_here_are_of_the_expected_size():
-    assert BATCH == 6

@@ -44,14 +44,14 @@ def trains(loop, loss_of=None):
     return loop.engine.ledger.steps == len(loop.loader)
 
 
-def test_delta_too_large_names_the_argument_and_a_value():
+def test_the_error_for_a_large_delta_names_the_argument_and_a_value():
     with pytest.raises(InvalidBudgetError, match="DPE007") as seen:
         make_loop(target_delta=0.5, **NOISE)
     name, value = re.search(r"Pass (\w+)=([\d.e-]+)\.", str(seen.value)).groups()
     make_loop(**{name: float(value)}, **NOISE)
 
 
-def test_a_batch_norm_names_a_function_that_exists():
+def test_the_error_for_batch_norm_names_a_function_that_exists():
     scope = {
         "dpengine": dpengine,
         "model": nn.Sequential(nn.Linear(FEATURES, 4), nn.BatchNorm1d(4), nn.Linear(4, CLASSES)),
@@ -192,15 +192,15 @@ def test_the_error_for_shared_edges_names_the_nodes_of_a_graph(edges):
 
 
 def test_a_direct_call_of_forward_is_reported():
-    class Own(nn.Sequential):
+    class WithTrainingStep(nn.Sequential):
         def training_step(self, inputs, targets):
             return F.cross_entropy(self.forward(inputs), targets)
 
     forget_notices()
-    loop = make_loop(Own(nn.Linear(FEATURES, CLASSES)), **NOISE)
+    loop = make_loop(WithTrainingStep(nn.Linear(FEATURES, CLASSES)), **NOISE)
     with pytest.warns(PrivacyWarning, match=r"DPE012.*self\(x\), not self.forward\(x\)"):
         trains(loop, loop.model.training_step)
-    assert trains(make_loop(Own(nn.Linear(FEATURES, CLASSES)), **NOISE))
+    assert trains(make_loop(WithTrainingStep(nn.Linear(FEATURES, CLASSES)), **NOISE))
 
 
 def test_check_names_the_graph():
@@ -244,7 +244,7 @@ def masked_mean(outputs, targets, mask):
     return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")[mask].mean()
 
 
-def test_per_example_takes_a_mask_next_to_the_targets():
+def test_per_example_accepts_a_mask_in_addition_to_the_targets():
     outputs = torch.randn(5, 4, CLASSES, requires_grad=True)
     targets, mask = torch.randint(CLASSES, (5, 4)), torch.rand(5, 4) < 0.7
     mask[:, 0] = True

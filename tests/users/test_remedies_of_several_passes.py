@@ -25,12 +25,12 @@ from dpengine.errors import BatchDependentLossError, BatchMismatchError, Repeate
 NOISE = {"noise_multiplier": 1.0}
 
 
-def judged(model, inputs, real):
+def discriminator_loss(model, inputs, real):
     outputs = model(inputs)
     return F.binary_cross_entropy_with_logits(outputs, torch.full_like(outputs, real))
 
 
-def gan(frozen):
+def train_gan(frozen):
     discriminator = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1))
     generator = nn.Linear(2, FEATURES)
     loop = make_loop(discriminator, **NOISE)
@@ -39,22 +39,24 @@ def gan(frozen):
     for inputs, _ in loop.loader:
         loop.optimizer.zero_grad()
         fake = generator(torch.randn(len(inputs), 2))
-        (judged(discriminator, inputs, 1.0) + judged(discriminator, fake.detach(), 0.0)).backward()
+        (
+            discriminator_loss(discriminator, inputs, 1.0) + discriminator_loss(discriminator, fake.detach(), 0.0)
+        ).backward()
         loop.optimizer.step()
         public.zero_grad()
         if frozen:
             discriminator.requires_grad_(False)
-        judged(discriminator, fake, 1.0).backward()
+        discriminator_loss(discriminator, fake, 1.0).backward()
         if frozen:
             discriminator.requires_grad_(True)
         public.step()
     return loop
 
 
-def test_a_gan_names_requires_grad_around_the_generator():
+def test_the_error_for_a_gan_suggests_freezing_the_discriminator():
     with pytest.raises(RepeatedBackwardError, match=r"DPE017.*discriminator.requires_grad_\(False\) before"):
-        gan(frozen=False)
-    loop = gan(frozen=True)
+        train_gan(frozen=False)
+    loop = train_gan(frozen=True)
     assert loop.engine.ledger.steps == len(loop.loader)
     assert {charge.kind for charge in loop.engine.ledger.history} == {"release"}
 
@@ -66,12 +68,14 @@ def test_the_passes_of_a_gan_are_exact_for_the_discriminator_and_ordinary_for_th
     fake, rows = generator(torch.randn(len(real), 2)), []
     for one, other in zip(real.double(), fake.detach().double(), strict=True):
         plain.zero_grad()
-        (judged(plain, one, 1.0) + judged(plain, other, 0.0)).backward()
+        (discriminator_loss(plain, one, 1.0) + discriminator_loss(plain, other, 0.0)).backward()
         rows.append({name: p.grad.clone() for name, p in plain.named_parameters()})
-    truth = torch.autograd.grad(judged(plain, fake.double(), 1.0), list(generator.parameters()), retain_graph=True)
-    (judged(loop.model, real, 1.0) + judged(loop.model, fake.detach(), 0.0)).backward()
+    truth = torch.autograd.grad(
+        discriminator_loss(plain, fake.double(), 1.0), list(generator.parameters()), retain_graph=True
+    )
+    (discriminator_loss(loop.model, real, 1.0) + discriminator_loss(loop.model, fake.detach(), 0.0)).backward()
     loop.model.requires_grad_(False)
-    judged(loop.model, fake, 1.0).backward()
+    discriminator_loss(loop.model, fake, 1.0).backward()
     loop.model.requires_grad_(True)
     loop.optimizer.step()
     expected = {name: total / BATCH for name, total in clipped_sum(rows, MAX_NORM).items()}
@@ -79,10 +83,10 @@ def test_the_passes_of_a_gan_are_exact_for_the_discriminator_and_ordinary_for_th
     torch.testing.assert_close([p.grad for p in generator.parameters()], list(truth))
 
 
-def attacked(loop, inputs, targets, steps, evaluates):
+def adversarial_inputs(loop, inputs, targets, steps, eval_mode):
     """Returns inputs moved along the signs of their gradients."""
     moved = inputs
-    loop.model.train(not evaluates)
+    loop.model.train(not eval_mode)
     for _ in range(steps):
         moved = moved.detach().requires_grad_(True)
         (gradient,) = torch.autograd.grad(F.cross_entropy(loop.model(moved), targets, reduction="sum"), moved)
@@ -96,10 +100,12 @@ def test_an_attack_on_inputs_names_eval_mode_and_is_exact_in_it(steps):
     loop = make_loop()
     inputs, targets = first_batch(loop.loader, least=3)
     with pytest.raises(RepeatedBackwardError, match=r"DPE017.*FGSM or PGD, call model\.eval\(\) before"):
-        F.cross_entropy(loop.model(attacked(loop, inputs, targets, steps, evaluates=False)), targets).backward()
+        F.cross_entropy(
+            loop.model(adversarial_inputs(loop, inputs, targets, steps, eval_mode=False)), targets
+        ).backward()
     loop = make_loop()
     inputs, targets = first_batch(loop.loader, least=3)
-    moved = attacked(loop, inputs, targets, steps, evaluates=True)
+    moved = adversarial_inputs(loop, inputs, targets, steps, eval_mode=True)
     expected = expected_gradients(copy.deepcopy(loop.model), [(moved, targets)])
     loop.optimizer.zero_grad()
     F.cross_entropy(loop.model(moved), targets).backward()
@@ -122,8 +128,8 @@ def test_samples_that_a_mask_drops_are_rejected_and_exact_if_their_losses_are_ma
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
-class Difference(nn.Module):
-    """Scores both inputs of a sample, for the loop over samples."""
+class ScoreDifference(nn.Module):
+    """Model of both inputs of a sample, for the loop over samples."""
 
     def __init__(self, model):
         super().__init__()
@@ -146,7 +152,7 @@ def test_two_texts_of_a_preference_are_exact_if_the_model_is_called_once_for_eac
         (-F.logsigmoid(one - other)).mean().backward()
     loop = make_loop(dataset=dataset)
     chosen, rejected = first_batch(loop.loader, least=3)
-    paired = Difference(copy.deepcopy(loop.model))
+    paired = ScoreDifference(copy.deepcopy(loop.model))
     rows = per_sample_gradients(paired, lambda d, _: -F.logsigmoid(d).mean(), (chosen, rejected), chosen)
     loop.optimizer.zero_grad()
     preference(loop.model, chosen, rejected).mean().backward()

@@ -49,7 +49,7 @@ class Recurrent(nn.Module):
 every_model = pytest.mark.parametrize("make_model", [mlp, Recurrent])
 
 
-def load_whole(buffer):
+def load_model(buffer):
     buffer.seek(0)
     return torch.load(buffer, weights_only=False)
 
@@ -57,7 +57,7 @@ def load_whole(buffer):
 def by_torch_save(model):
     file = io.BytesIO()
     torch.save(model, file)
-    return load_whole(file)
+    return load_model(file)
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": by_torch_save}
@@ -116,7 +116,7 @@ def test_a_copy_holds_nothing_of_the_engine():
     loop.backward(*first_batch(loop.loader))
     size = len(pickle.dumps(loop.model))
     loop.engine.detach(loop.model)
-    assert size < len(pickle.dumps(loop.model)) + 4000  # the names of inert hooks, and no buffer, key or ledger
+    assert size < len(pickle.dumps(loop.model)) + 4000  # names of inert hooks only: no buffer, key or ledger
     memo = {}
     copy.deepcopy(make_loop().model, memo)
     kinds = {type(thing).__name__ for thing in memo.values()}
@@ -150,7 +150,7 @@ def test_averaged_models_track_a_private_model(make_model):
 
 
 class Sequences(nn.Module):
-    """Layers of all kinds of hooks: with one input, replaced by another class, batch norm, and the model's own."""
+    """Model that gets all kinds of hooks: for one input, replaced layers, batch norm, and its own parameter."""
 
     def __init__(self):
         super().__init__()
@@ -185,7 +185,7 @@ def test_a_saved_model_and_a_copy_hold_nothing_of_the_engine():
     random = torch.get_rng_state()
     saved, buffer = globals_of(model)
     assert saved == plain
-    copies = (copy.deepcopy(model), load_whole(buffer))
+    copies = (copy.deepcopy(model), load_model(buffer))
     assert torch.equal(random, torch.get_rng_state())
     for copied in copies:
         assert {name: sorted(vars(m)) for name, m in copied.named_modules()} == before

@@ -1,4 +1,4 @@
-"""Gradients that a step applies, and the time of its charge."""
+"""Gradients that a step applies, and the moment at which it is charged."""
 
 import inside
 import pytest
@@ -20,18 +20,20 @@ from dpengine.errors import LedgerError, PrivacyWarning, StaleGradientError
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 
 
-def assigned(model):
+def assign_gradients(model):
     for p in model.parameters():
         p.grad = torch.full_like(p, 7.0)
 
 
-def clipped_by_hand(model):
+def clip_gradients(model):
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
 
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
-@pytest.mark.parametrize(("edit", "set_to_none"), [(assigned, True), (assigned, False), (clipped_by_hand, False)])
+@pytest.mark.parametrize(
+    ("edit", "set_to_none"), [(assign_gradients, True), (assign_gradients, False), (clip_gradients, False)]
+)
 @pytest.mark.hazard("L8")
 def test_gradients_that_were_changed_before_the_step_are_ignored_with_a_warning(edit, set_to_none, mode):
     loop = make_loop(grad_sample_mode=mode)
@@ -71,21 +73,21 @@ def test_a_second_step_of_one_batch_is_rejected_before_its_noise_is_drawn():
     loop = make_loop(noise_multiplier=1.0)
     loop.step(*first_batch(loop.loader))
     weights = state_of(loop.model)
-    with inside.drawn_noise(loop.engine) as asked, pytest.raises(StaleGradientError, match="twice for one batch"):
+    with inside.drawn_noise(loop.engine) as draws, pytest.raises(StaleGradientError, match="twice for one batch"):
         loop.optimizer.step()
-    assert not asked and loop.engine.ledger.steps == 1
+    assert not draws and loop.engine.ledger.steps == 1
     assert all(torch.equal(weights[name], value) for name, value in state_of(loop.model).items())
 
 
-class Boom(RuntimeError):
+class UpdateError(RuntimeError):
     pass
 
 
 class FailingSGD(torch.optim.SGD):
-    """Fails when it should change the weights."""
+    """Fails in the update of the weights."""
 
     def step(self, closure=None):
-        raise Boom
+        raise UpdateError
 
 
 @pytest.mark.hazard("L5")
@@ -93,7 +95,7 @@ def test_the_ledger_is_written_before_the_weights_change():
     loop = make_loop(make_optimizer=lambda parameters: FailingSGD(parameters, lr=0.5), noise_multiplier=1.0)
     loop.backward(*first_batch(loop.loader))
     before = state_of(loop.model)
-    with pytest.raises(Boom):
+    with pytest.raises(UpdateError):
         loop.optimizer.step()
     assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("release", 1)]
     assert all(torch.equal(before[name], value) for name, value in state_of(loop.model).items())
@@ -107,10 +109,10 @@ def test_a_step_that_cannot_be_charged_changes_nothing(error, monkeypatch):
     loop.backward(*next(batches))
     before = state_of(loop.model)
 
-    def refuse(*args, **kwargs):
+    def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(loop.engine.ledger, "charge", refuse)
+    monkeypatch.setattr(loop.engine.ledger, "charge", fail)
     with pytest.raises(type(error)):
         loop.optimizer.step()
     assert all(torch.equal(before[name], value) for name, value in state_of(loop.model).items())

@@ -29,7 +29,7 @@ def train(model: nn.Linear, optimizer: torch.optim.SGD, loader: DataLoader[Any])
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), targets).backward()
         optimizer.step()
-    width: int = model.in_features  # the very class that was passed in comes back
+    width: int = model.in_features  # the class of the argument is also the return type
     engine.detach(model)
     return engine.get_epsilon(delta=1e-5) + engine.epsilon + width
 """
@@ -51,12 +51,12 @@ dp.NoSuchName
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory) -> dict[str, list[str]]:
-    """The errors of a strict check of both programs, by file."""
+    """Returns the errors of a strict check of both programs, by file."""
     pytest.importorskip("mypy")
     folder = tmp_path_factory.mktemp("typing")
     for name, text in {"program": PROGRAM, "mistakes": MISTAKES}.items():
         (folder / f"{name}.py").write_text(text, encoding="utf-8")
-    # silent: reports on the programs alone, `make lint` checks the package. Untyped calls: Tensor.backward is one.
+    # silent: errors of the package are left to `make lint`. Untyped calls: Tensor.backward has no types.
     command = [sys.executable, "-m", "mypy", "--config-file=", f"--cache-dir={folder / 'cache'}"]
     command += ["--strict", "--allow-untyped-calls", "--ignore-missing-imports", "--follow-imports=silent"]
     files = [str(folder / "program.py"), str(folder / "mistakes.py")]
@@ -74,5 +74,5 @@ def test_a_program_of_a_user_passes_a_strict_check(errors):
 
 
 @pytest.mark.slow
-def test_wrong_types_misspelt_arguments_and_unknown_names_are_found(errors):
+def test_wrong_types_misspelled_arguments_and_unknown_names_are_found(errors):
     assert [line.split(":")[1] for line in errors["mistakes"]] == ["11", "12", "13"]

@@ -21,7 +21,7 @@ def test_the_package_has_a_type_marker():
 
 
 @pytest.mark.parametrize("name", ["make_private", "make_private_with_epsilon"])
-def test_make_private_always_returns_three(name):
+def test_make_private_always_returns_three_objects(name):
     hints = get_type_hints(getattr(PrivacyEngine, name))
     assert get_origin(hints["return"]) is tuple
     assert len(hints["return"].__args__) == 3
@@ -31,9 +31,9 @@ def test_make_private_always_returns_three(name):
     for extra in ({}, {"physical_batch_size": 2}, {"clipping": "automatic"}):
         loop = make_loop(noise_multiplier=1.0)  # only for its parts
         loop.engine.detach(loop.model)
-        made = getattr(PrivacyEngine(), name)(loop.model, loop.optimizer, plain_loader(), **options, **extra)
-        assert len(made) == 3
-        assert made[:2] == (loop.model, loop.optimizer)
+        returned = getattr(PrivacyEngine(), name)(loop.model, loop.optimizer, plain_loader(), **options, **extra)
+        assert len(returned) == 3
+        assert returned[:2] == (loop.model, loop.optimizer)
 
 
 def plain_loader():

@@ -90,7 +90,7 @@ MODELS = {
 }
 
 
-# Modules that the default mode runs sample by sample.
+# Modules that the default mode runs sample by sample
 UNITS = {
     "BartForConditionalGeneration": ["model.decoder"],
     "MarianMTModel": ["model.decoder", "model.encoder"],
@@ -117,7 +117,7 @@ UNITS = {
 }
 
 
-def made(name, dropout=0.0):
+def make_model(name, dropout=0.0):
     torch.manual_seed(0)
     kind = getattr(transformers, name)
     sizes, inputs_of = MODELS[name]
@@ -134,8 +134,8 @@ def loss_of(outputs, weights):
     return (output.flatten(1).sin().mean(1) * weights).sum()
 
 
-def in_double(model):
-    """A copy for the loop over samples. The default products of experts are for lower precision only."""
+def reference_copy(model):
+    """Returns a copy for the loop over samples, which runs in double; the default expert kernel does not support it."""
     plain = copy.deepcopy(model)
     if getattr(plain.config, "num_experts_per_tok", None):
         plain.set_experts_implementation("eager")
@@ -149,7 +149,7 @@ def assert_clipped(model, max_norm, gradients):
     assert (found - expected).norm() < 1e-4 * expected.norm()
 
 
-def steps_of(model, inputs_of, loss_of, gradients_of, reduction="sum", mode="whole_model"):
+def compare_steps(model, inputs_of, loss_of, gradients_of, reduction="sum", mode="whole_model"):
     """Compares two steps with the gradients of ``gradients_of``, after one step that sets the clipping norm."""
     clipped = None
     for _ in range(3):
@@ -174,17 +174,19 @@ def steps_of(model, inputs_of, loss_of, gradients_of, reduction="sum", mode="who
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_clipped_as_by_a_loop_over_samples(name):
-    model, inputs_of = made(name)
-    steps_of(model, inputs_of, loss_of, lambda m, inputs: per_sample_gradients(in_double(m), loss_of, inputs, WEIGHTS))
+    model, inputs_of = make_model(name)
+    compare_steps(
+        model, inputs_of, loss_of, lambda m, inputs: per_sample_gradients(reference_copy(m), loss_of, inputs, WEIGHTS)
+    )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_is_exact_in_the_default_mode_and_its_smallest_parts_run_each_sample_alone(name):
-    model, inputs_of = made(name)
-    gradients_of = lambda m, inputs: per_sample_gradients(in_double(m), loss_of, inputs, WEIGHTS)  # noqa: E731
+    model, inputs_of = make_model(name)
+    gradients_of = lambda m, inputs: per_sample_gradients(reference_copy(m), loss_of, inputs, WEIGHTS)  # noqa: E731
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        steps_of(model, inputs_of, loss_of, gradients_of, mode="auto")
+        compare_steps(model, inputs_of, loss_of, gradients_of, mode="auto")
     texts = [str(one.message) for one in seen if "[DPE028]" in str(one.message)]
     units = [re.search(r"through (?:'(.*?)'|the model) \(", text).group(1) or "" for text in texts]
     assert sorted(units) == UNITS.get(name, [])
@@ -195,20 +197,20 @@ def test_a_model_is_exact_in_the_default_mode_and_its_smallest_parts_run_each_sa
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("name", ["OPTForCausalLM", "BartForConditionalGeneration", "MixtralForCausalLM"])
 def test_gradient_checkpointing_does_not_change_the_clipped_sum(name, use_reentrant, mode):
-    model, inputs_of = made(name)
+    model, inputs_of = make_model(name)
     plain = copy.deepcopy(model)  # a loop over samples cannot run reentrant checkpoints
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
 
     def gradients_of(trained, inputs):
         plain.load_state_dict(trained.state_dict())
-        return per_sample_gradients(in_double(plain), loss_of, inputs, WEIGHTS)
+        return per_sample_gradients(reference_copy(plain), loss_of, inputs, WEIGHTS)
 
-    steps_of(model, inputs_of, loss_of, gradients_of, mode=mode)
+    compare_steps(model, inputs_of, loss_of, gradients_of, mode=mode)
 
 
 @pytest.mark.parametrize(
-    ("name", "one_by_one"),  # `vmap` cannot run models that look at their masks
+    ("name", "one_by_one"),  # `vmap` cannot run models whose control flow depends on their masks
     [
         ("T5ForConditionalGeneration", True),
         ("BartForConditionalGeneration", True),
@@ -217,7 +219,7 @@ def test_gradient_checkpointing_does_not_change_the_clipped_sum(name, use_reentr
     ],
 )
 def test_a_model_with_dropout_is_clipped_as_by_torch_func(name, one_by_one):
-    model, inputs_of = made(name, dropout=0.1)
+    model, inputs_of = make_model(name, dropout=0.1)
     plain = copy.deepcopy(model)
 
     def gradients_of(trained, inputs):
@@ -234,7 +236,7 @@ def test_a_model_with_dropout_is_clipped_as_by_torch_func(name, one_by_one):
             found = vmap(grad(loss_of_one), in_dims=(None, 0, 0), randomness="different")(parameters, inputs, WEIGHTS)
         return [{key: rows[i] for key, rows in found.items()} for i in range(SAMPLES)]
 
-    steps_of(model, inputs_of, loss_of, gradients_of)
+    compare_steps(model, inputs_of, loss_of, gradients_of)
 
 
 def own_loss(outputs, _):
@@ -243,14 +245,14 @@ def own_loss(outputs, _):
 
 @pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "OPTForCausalLM"])
 def test_the_loss_that_a_model_computes_is_that_of_single_samples(name):
-    model, inputs_of = made(name)
+    model, inputs_of = make_model(name)
     batch = lambda: {**inputs_of(), "labels": words()}  # noqa: E731
-    gradients_of = lambda m, inputs: per_sample_gradients(in_double(m), own_loss, inputs, WEIGHTS)  # noqa: E731
-    steps_of(model, batch, own_loss, gradients_of, reduction="mean")
+    gradients_of = lambda m, inputs: per_sample_gradients(reference_copy(m), own_loss, inputs, WEIGHTS)  # noqa: E731
+    compare_steps(model, batch, own_loss, gradients_of, reduction="mean")
 
 
 def test_a_loss_over_the_tokens_of_a_batch_is_rejected_and_the_message_names_one_that_trains():
-    model, inputs_of = made("T5ForConditionalGeneration")
+    model, inputs_of = make_model("T5ForConditionalGeneration")
     labels = words()
     labels[0, 3:] = -100
     PerSampleGradientClipper(model, Flat(1.0), grad_sample_mode="whole_model")
