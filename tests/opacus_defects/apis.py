@@ -2,7 +2,7 @@
 
 A test runs the same loop with each API::
 
-    @through(ALL_APIS)
+    @with_apis(ALL_APIS)
     def test_the_sum_is_right(api):
         found = api.clipped_sum(model, criterion, (inputs, targets), max_grad_norm)
         assert_equal(found, true_sum(model, criterion, (inputs, targets), max_grad_norm))
@@ -37,19 +37,19 @@ def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 @dataclass
-class Private:
+class PrivateRun:
     """Objects of one private run.
 
     Attributes:
         engine: The privacy engine.
         module: The first value of ``make_private``: the model itself, a wrapper, or a hooks object.
-        model: What the loop calls.
-        bare: The user's own module, whose parameters train.
+        model: The module that the loop calls.
+        bare: The user's own module, whose parameters are trained.
         optimizer: The private optimizer.
-        criterion: The criterion for the loop: the one that was returned, or the user's own.
+        criterion: The criterion of the loop: the one that ``make_private`` returned, or the user's own.
         loader: The private loader.
-        size: What the sum in ``p.grad`` was divided by.
-        writes: Whether the loop must write ``p.grad_sample`` itself.
+        size: The divisor of the sum in ``p.grad``.
+        writes: True if the loop must write ``p.grad_sample`` itself.
     """
 
     engine: Any
@@ -94,16 +94,16 @@ class Api:
     """An API that makes a model private.
 
     Attributes:
-        id: Its name in test ids.
+        id: The name in test ids.
         open: ``(model, loader, *, criterion, max_grad_norm, noise_multiplier, make_optimizer, poisson, **options)``:
-            makes the model private, in place where the api does so; options go to its ``make_private``.
+            makes the model private, in place if the API does so. Options are passed to its ``make_private``.
         mode: The ``grad_sample_mode``.
-        compat: Whether it is Opacus's API.
-        writes: Whether the loop writes ``p.grad_sample`` itself, so that layers need no hooks.
+        compat: True for Opacus's API.
+        writes: True if the loop writes ``p.grad_sample`` itself, so that layers need no hooks.
     """
 
     id: str
-    open: Callable[..., Private]
+    open: Callable[..., PrivateRun]
     mode: str
     compat: bool = False
     writes: bool = False
@@ -148,14 +148,14 @@ def _default(mode: str) -> Api:
         make_optimizer: Callable[..., torch.optim.Optimizer] = _sgd,
         poisson: bool = True,
         **options: Any,
-    ) -> Private:
+    ) -> PrivateRun:
         engine = dpengine.PrivacyEngine(seed=0)
         optimizer = make_optimizer(trainable(model).values())
         options = {"grad_sample_mode": mode, "sampling": "poisson" if poisson else "shuffle", **options}
         settings = {"noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm, **options}
         private, optimizer, private_loader = engine.make_private(model, optimizer, loader, **settings)
         criterion = criterion or nn.CrossEntropyLoss()
-        return Private(engine, private, private, model, optimizer, criterion, private_loader, loader.batch_size)
+        return PrivateRun(engine, private, private, model, optimizer, criterion, private_loader, loader.batch_size)
 
     return Api(f"default-{mode}", open, mode)
 
@@ -172,7 +172,7 @@ def _compat(mode: str, *, wrap: bool = True) -> Api:
         poisson: bool = False,
         make_engine: Callable[[], Any] | None = None,
         **options: Any,
-    ) -> Private:
+    ) -> PrivateRun:
         engine = make_engine() if make_engine else opacus().PrivacyEngine()
         criterion = criterion or nn.CrossEntropyLoss()
         found = engine.make_private(
@@ -191,7 +191,7 @@ def _compat(mode: str, *, wrap: bool = True) -> Api:
         criterion = found[2] if len(found) == 4 else criterion
         called = module if wrap else model
         size = 1 if optimizer.loss_reduction == "sum" else optimizer.expected_batch_size
-        return Private(engine, module, called, model, optimizer, criterion, private_loader, size, mode == "no_op")
+        return PrivateRun(engine, module, called, model, optimizer, criterion, private_loader, size, mode == "no_op")
 
     name = f"compat-{mode}" if wrap else f"compat-{mode}-unwrapped"
     return Api(name, open, mode, compat=True, writes=mode == "no_op")
@@ -209,24 +209,24 @@ LAYER_APIS = [api for api in ALL_APIS if not api.writes]  # those that compute p
 
 QUICK = ("default-auto", "default-ghost", "compat-hooks", "compat-ghost")
 
-# Each shares its code with an API that always runs or runs in the slow suite.
+# Each shares its code with an API that runs in the quick or the slow suite.
 NIGHTLY = {"default-hooks", "compat-ew", "compat-functorch-unwrapped", "compat-ghost-unwrapped"}
 
 
 def marks_of(api: Api) -> Any:
-    """Returns the marks of a test of an API that the quick suite leaves out."""
+    """Returns the marks of tests of an API that is not in the quick suite."""
     return (pytest.mark.slow, pytest.mark.nightly) if api.id in NIGHTLY else pytest.mark.slow
 
 
-def through(apis: list[Api], *, quick: tuple[str, ...] = QUICK) -> Any:
+def with_apis(apis: list[Api], *, quick: tuple[str, ...] = QUICK) -> Any:
     """Parametrizes a test with ``api``; APIs outside ``quick`` run in the slow or nightly suite."""
     cases = [pytest.param(api, id=api.id, marks=() if api.id in quick else marks_of(api)) for api in apis]
     return pytest.mark.parametrize("api", cases)
 
 
-def through_some(apis: list[Api], always: Iterable[str] = ("default-auto", "compat-hooks", "compat-ghost")) -> Any:
+def with_few_apis(apis: list[Api], always: Iterable[str] = ("default-auto", "compat-hooks", "compat-ghost")) -> Any:
     """Parametrizes a test with ``api``; APIs outside ``always`` run in the slow or nightly suite."""
-    return through(apis, quick=tuple(always))
+    return with_apis(apis, quick=tuple(always))
 
 
 def opacus(path: str = "") -> Any:
@@ -276,7 +276,7 @@ def true_sum_by_group(
     bounds: dict[str, float],
     group_of: Callable[[str], str] = lambda name: name,
 ) -> dict[str, Tensor]:
-    """Returns the same sum with a separate clipping norm for each parameter group, ``bounds`` by group."""
+    """Returns ``true_sum`` with a separate clipping norm for each parameter group; ``bounds`` lists them by group."""
     rows = per_sample_gradients(model, criterion, as_inputs(batch[0]), batch[1])
     names = list(rows[0])
     total = {}
@@ -300,7 +300,7 @@ def assert_equal(found: dict[str, Tensor], truth: dict[str, Tensor], *, rtol: fl
 
 
 def assert_run_is_right(
-    private: Private, batch: tuple[Any, Tensor], max_grad_norm: float = 1.0, *, rtol: float = 1e-5
+    private: PrivateRun, batch: tuple[Any, Tensor], max_grad_norm: float = 1.0, *, rtol: float = 1e-5
 ) -> None:
     """Asserts that a step gives the clipped sum of a loop over these samples."""
     truth = true_sum(private.bare, nn.CrossEntropyLoss(), batch, max_grad_norm)
@@ -324,10 +324,10 @@ def without(tree: Any, row: int, rows: int) -> Any:
     return type(tree)(without(value, row, rows) for value in tree) if isinstance(tree, (tuple, list)) else tree
 
 
-def most_added(
+def largest_contribution(
     sum_of: Callable[[Any, Tensor], dict[str, Tensor]], batch: tuple[Any, Tensor], left_out: Iterable[int] | None = None
 ) -> float:
-    """Returns the largest change of ``sum_of(inputs, targets)`` if one of these samples, or of all, is removed."""
+    """Largest change of ``sum_of(inputs, targets)`` when a sample (of ``left_out``, if given) is removed."""
     inputs, targets = batch
     rows = len(targets)
     whole = as_vector(sum_of(inputs, targets))
@@ -350,4 +350,4 @@ def assert_bounded(
 ) -> None:
     """Asserts that no sample in ``left_out`` adds more to the sum than the clipping norm."""
     sum_of = lambda *rows: api.clipped_sum(model, criterion, rows, max_grad_norm, **options)  # noqa: E731
-    assert most_added(sum_of, batch, left_out) <= max_grad_norm * BOUND
+    assert largest_contribution(sum_of, batch, left_out) <= max_grad_norm * BOUND

@@ -8,7 +8,7 @@ CLASSES = 3
 IMAGE = (3, 6, 6)
 
 
-class Residual(nn.Module):
+class ResidualBlock(nn.Module):
     """Residual block with in-place activations and addition."""
 
     def __init__(self, width, norm):
@@ -23,7 +23,7 @@ class Residual(nn.Module):
         return self.relu(out)
 
 
-class Dense(nn.Module):
+class DenseBlock(nn.Module):
     """DenseNet block with in-place activations before each layer."""
 
     def __init__(self, width, norm):
@@ -38,7 +38,7 @@ class Dense(nn.Module):
         return torch.cat(features, 1)
 
 
-class Inverted(nn.Module):
+class InvertedBlock(nn.Module):
     """Inverted residual block with a depthwise convolution and in-place ReLU6."""
 
     def __init__(self, width, norm):
@@ -61,7 +61,7 @@ class Inverted(nn.Module):
 def network(block, *, norm=nn.BatchNorm2d, width=4, blocks=1):
     """Returns a network with a stem, blocks and a head, and batch norm by default."""
     torch.manual_seed(3)
-    out = width * (3 if block is Dense else 1)
+    out = width * (3 if block is DenseBlock else 1)
     return nn.Sequential(
         nn.Conv2d(3, width, 3, padding=1, bias=False),
         norm(width),
@@ -73,7 +73,7 @@ def network(block, *, norm=nn.BatchNorm2d, width=4, blocks=1):
     )
 
 
-BLOCKS = {"resnet": Residual, "densenet": Dense, "mobilenet": Inverted}
+BLOCKS = {"resnet": ResidualBlock, "densenet": DenseBlock, "mobilenet": InvertedBlock}
 
 
 def images(rows=12):

@@ -59,6 +59,6 @@ def normal_batch(count: int = ROWS, seed: int = 2, *, scale: float = 1.0) -> tup
     return inputs, torch.randint(0, CLASSES, (count,), generator=generator)
 
 
-def opened(api, model=None, rows=ROWS, **options):
+def open_run(api, model=None, rows=ROWS, **options):
     """Opens a private run of this model, or of `mlp`."""
     return api.open(mlp() if model is None else model, fixed_loader(rows), criterion=CRITERION, **options)

@@ -18,9 +18,9 @@ from opacus_defects.apis import (
     assert_unmoved,
     fixed_loader,
     opacus,
-    through,
     true_sum,
     weights_of,
+    with_apis,
 )
 from opacus_defects.small import CLASSES, ROWS, batch, classes, indices, mlp, seeded
 from reference import flat_norms, per_sample_gradients
@@ -33,14 +33,14 @@ from dpengine.noise import NoiseSource
 pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
 
 LOSS = nn.CrossEntropyLoss()
-NORM = 1.5  # about the median: where all rows are clipped, a row that counts twice might not show
+NORM = 1.5  # about the median norm: if all samples were clipped, one that counts twice might not be detected
 
 
 # One sample that is not finite makes the step NaN
 
 
 @pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O14")
 def test_a_sample_that_is_not_finite_is_dropped(api, value):
     inputs, targets = batch()
@@ -84,7 +84,7 @@ def charges_of(api, private):
 
 @pytest.mark.parametrize("end", ["break", pytest.param("exception", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O15")
 def test_an_interrupted_batch_does_not_affect_the_next(api, workers, end):
     inputs, targets = batch()
@@ -113,7 +113,7 @@ def test_an_interrupted_batch_does_not_affect_the_next(api, workers, end):
 # A training step bypasses the wrapper and is not private
 
 
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O16")
 def test_a_step_on_gradients_that_were_set_by_hand_raises(api):
     private = api.open(mlp(), fixed_loader(ROWS))
@@ -127,7 +127,7 @@ def test_a_step_on_gradients_that_were_set_by_hand_raises(api):
     assert_unmoved(private.bare, before)
 
 
-@through(LAYER_APIS)
+@with_apis(LAYER_APIS)
 @pytest.mark.hazard("O16")
 def test_a_gradient_that_bypasses_the_model_raises_before_the_weights_change(api):
     private = api.open(mlp(), fixed_loader(ROWS))
@@ -142,7 +142,7 @@ def test_a_gradient_that_bypasses_the_model_raises_before_the_weights_change(api
     assert_unmoved(private.bare, before)
 
 
-@through([api for api in COMPAT_APIS if not api.writes])
+@with_apis([api for api in COMPAT_APIS if not api.writes])
 @pytest.mark.hazard("O16")
 def test_the_original_optimizer_has_no_gradients_to_apply(api):
     held = []
@@ -162,7 +162,7 @@ def test_the_original_optimizer_has_no_gradients_to_apply(api):
     assert_unmoved(private.bare, before)
 
 
-@through([api for api in COMPAT_APIS if not api.writes])
+@with_apis([api for api in COMPAT_APIS if not api.writes])
 @pytest.mark.hazard("O16")
 def test_a_loop_that_calls_the_module_inside_the_wrapper_is_private(api):
     private = api.open(mlp(), fixed_loader(ROWS), max_grad_norm=NORM)
@@ -178,11 +178,11 @@ def norms_of(model, inputs, targets):
 
 
 @pytest.mark.parametrize(("chunk", "reduction"), [(2, "mean"), (6, "mean"), (6, "sum")])
-@through(DEFAULT_APIS)
+@with_apis(DEFAULT_APIS)
 @pytest.mark.hazard("O23")
 def test_the_next_clipping_norm_depends_on_the_whole_batch_and_a_public_size(api, chunk, reduction):
     inputs, targets = batch()
-    policy = Adaptive(2.0, count_noise_multiplier=1e-9, learning_rate=0.5)  # as good as without noise
+    policy = Adaptive(2.0, count_noise_multiplier=1e-9, learning_rate=0.5)  # practically without noise
     options = {"clipping": policy, "sample_rate": 1.0, "expected_batch_size": 9.0, "target_delta": 1e-3}
     options |= {"loss_reduction": reduction, "criterion": nn.CrossEntropyLoss(reduction=reduction)}
     private = api.open(mlp(), fixed_loader(ROWS), max_grad_norm=None, physical_batch_size=chunk, **options)
@@ -226,7 +226,7 @@ ADAPTIVE = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.5, "m
 
 
 @pytest.mark.parametrize("chunk", [2, 6])
-@through(COMPAT_APIS)
+@with_apis(COMPAT_APIS)
 @pytest.mark.hazard("O23")
 def test_the_next_clipping_norm_of_compat_depends_on_the_whole_batch(api, chunk):
     options = {"clipping": "adaptive", "min_clipbound": 1e-8, "unclipped_num_std": 1e-9, **ADAPTIVE}
@@ -235,7 +235,7 @@ def test_the_next_clipping_norm_of_compat_depends_on_the_whole_batch(api, chunk)
 
 
 @pytest.mark.parametrize("chunk", [2, 6])
-@through(COMPAT_APIS)
+@with_apis(COMPAT_APIS)
 @pytest.mark.hazard("O23")
 def test_the_next_clipping_norm_of_the_adaptive_engine_depends_on_the_whole_batch(api, chunk):
     engine = opacus("utils.adaptive_clipping").PrivacyEngineAdaptiveClipping
@@ -250,7 +250,7 @@ def test_the_next_clipping_norm_of_the_adaptive_engine_depends_on_the_whole_batc
 # Ghost: the first of two backward passes is dropped
 
 
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O28")
 def test_physical_batches_sum_to_the_logical_batch(api):
     inputs, targets = batch()
@@ -261,7 +261,7 @@ def test_physical_batches_sum_to_the_logical_batch(api):
     assert_equal(private.sum(), true_sum(mlp(), LOSS, (inputs, targets), NORM))
 
 
-@through(LAYER_APIS)
+@with_apis(LAYER_APIS)
 @pytest.mark.hazard("O28")
 def test_one_step_after_two_backward_passes_includes_both_batches(api):
     inputs, targets = batch()
@@ -285,16 +285,16 @@ def words_model(m, tokens):
 def flags():
     found = {}
     for name in ("cudnn", "cuda.matmul", "mkldnn", "mkl"):
-        place = torch.backends
+        module = torch.backends
         for part in name.split("."):
-            place = getattr(place, part)
+            module = getattr(module, part)
         for flag in ("deterministic", "benchmark", "enabled", "allow_tf32", "allow_fp16_reduced_precision_reduction"):
             with contextlib.suppress(AttributeError, AssertionError):
-                found[name, flag] = getattr(place, flag)
+                found[name, flag] = getattr(module, flag)
     return {**found, "deterministic": torch.are_deterministic_algorithms_enabled()}
 
 
-@through([api for api in ALL_APIS if api.id != "compat-ew"])  # Opacus's own ew mode takes no empty batches
+@with_apis([api for api in ALL_APIS if api.id != "compat-ew"])  # Opacus's own ew mode rejects empty batches
 @pytest.mark.hazard("O36")
 def test_an_empty_batch_of_an_embedding_changes_no_setting_of_the_process(api):
     tokens, targets = indices(5, 4), classes()

@@ -13,8 +13,8 @@ from opacus_defects.apis import (
     assert_run_is_right,
     fixed_loader,
     opacus,
-    through,
     true_sum_by_group,
+    with_apis,
 )
 from opacus_defects.small import FEATURES, classes, mlp, rows
 from torch import nn
@@ -24,18 +24,18 @@ from dpengine.clipping import Adaptive, PerLayer
 pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
 
 COUNT = 24  # enough samples for adaptive clipping
-SIGMA, NOISES = 2.0, 50 * 61  # the standard deviation of the estimate is 1.3 %; six are allowed
-WITHIN = 0.08
+SIGMA, NOISES = 2.0, 50 * 61  # the standard deviation of the estimate is 1.3 %, and six of them are allowed
+TOLERANCE = 0.08
 
 
 def batch():
     return rows(FEATURES, count=COUNT), classes(COUNT)
 
 
-def open_silent(api, **options):
-    """Opens a run with zero loss, whose ``p.grad`` is only noise; returns it with its batch."""
-    nothing = lambda outputs, targets: 0 * outputs.sum(dim=1).mean()  # noqa: E731
-    options |= {"criterion": nothing, "noise_multiplier": SIGMA}
+def open_with_zero_loss(api, **options):
+    """Returns a run with zero loss, whose ``p.grad`` is only noise, and its batch."""
+    zero_loss = lambda outputs, targets: 0 * outputs.sum(dim=1).mean()  # noqa: E731
+    options |= {"criterion": zero_loss, "noise_multiplier": SIGMA}
     private = api.open(nn.Linear(60, 50), fixed_loader(COUNT), **options)
     return private, (torch.zeros(COUNT, 60), torch.zeros(COUNT, dtype=torch.long))
 
@@ -47,7 +47,7 @@ def std_of(total):
 # Adaptive ghost: the default loss is reduced
 
 
-@through(DEFAULT_APIS)
+@with_apis(DEFAULT_APIS)
 @pytest.mark.hazard("O4")
 def test_adaptive_clipping_uses_the_clipping_norm_of_the_same_step(api):
     policy = Adaptive(0.5, count_noise_multiplier=1.0)
@@ -71,7 +71,7 @@ def open_adaptive(api, model, **options):
     return api.open(model, fixed_loader(COUNT), **kind, **ADAPTIVE, **LIMITS, **options)
 
 
-@through(COMPAT_APIS)
+@with_apis(COMPAT_APIS)
 @pytest.mark.hazard("O4")
 def test_adaptive_clipping_of_compat_uses_the_clipping_norm_of_the_same_step(api):
     private = open_adaptive(api, mlp(), max_grad_norm=0.5)
@@ -85,7 +85,7 @@ def test_adaptive_clipping_of_compat_uses_the_clipping_norm_of_the_same_step(api
 # Ghost: the noise follows a schedule of the clipping norm, and the clipping does not
 
 
-@through(COMPAT_APIS)
+@with_apis(COMPAT_APIS)
 @pytest.mark.hazard("O5")
 def test_a_grad_clip_scheduler_changes_the_clipping_norm(api):
     private = api.open(mlp(), fixed_loader(COUNT), max_grad_norm=1.0)
@@ -98,7 +98,7 @@ def test_a_grad_clip_scheduler_changes_the_clipping_norm(api):
         scheduler.step()
 
 
-@through(GHOST_APIS)
+@with_apis(GHOST_APIS)
 @pytest.mark.hazard("O5")
 def test_a_clipping_norm_set_on_the_module_warns_that_it_has_no_effect(api):
     private = api.open(mlp(), fixed_loader(COUNT), max_grad_norm=1.5)
@@ -108,41 +108,41 @@ def test_a_clipping_norm_set_on_the_module_warns_that_it_has_no_effect(api):
     assert_run_is_right(private, batch(), 1.5)
 
 
-@through(COMPAT_APIS)
+@with_apis(COMPAT_APIS)
 @pytest.mark.hazard("O5")
 def test_a_schedule_of_the_clipping_norm_scales_the_noise_and_not_the_charge(api):
-    private, nothings = open_silent(api, max_grad_norm=1.0, poisson=True)
-    clips = opacus("schedulers").ExponentialGradClip(private.optimizer, gamma=0.1)
+    private, zero_batch = open_with_zero_loss(api, max_grad_norm=1.0, poisson=True)
+    clip_scheduler = opacus("schedulers").ExponentialGradClip(private.optimizer, gamma=0.1)
     for threshold in (1.0, 0.1):
-        assert std_of(private.run(*nothings)) == pytest.approx(SIGMA * threshold, rel=WITHIN)
-        clips.step()
+        assert std_of(private.run(*zero_batch)) == pytest.approx(SIGMA * threshold, rel=TOLERANCE)
+        clip_scheduler.step()
     assert [(sigma, steps) for sigma, _, steps in private.engine.accountant.history] == [(SIGMA, 2)]
 
 
-@through(COMPAT_APIS)
+@with_apis(COMPAT_APIS)
 @pytest.mark.hazard("O5")
 def test_a_noise_scheduler_changes_the_noise_and_the_charge(api):
-    private, nothings = open_silent(api, max_grad_norm=1.0, poisson=True)
-    noises = opacus("schedulers").ExponentialNoise(private.optimizer, gamma=2.0)
-    private.run(*nothings)
-    noises.step()
+    private, zero_batch = open_with_zero_loss(api, max_grad_norm=1.0, poisson=True)
+    noise_scheduler = opacus("schedulers").ExponentialNoise(private.optimizer, gamma=2.0)
+    private.run(*zero_batch)
+    noise_scheduler.step()
     assert private.optimizer.noise_multiplier == 2 * SIGMA
-    assert std_of(private.run(*nothings)) == pytest.approx(2 * SIGMA, rel=WITHIN)
+    assert std_of(private.run(*zero_batch)) == pytest.approx(2 * SIGMA, rel=TOLERANCE)
     assert [(sigma, steps) for sigma, _, steps in private.engine.accountant.history] == [(SIGMA, 1), (2 * SIGMA, 1)]
 
 
-@through(DEFAULT_APIS)
+@with_apis(DEFAULT_APIS)
 @pytest.mark.hazard("O5", "C8")
 def test_noise_and_charge_follow_a_moving_clipping_norm(api):
     policy = Adaptive(0.5, count_noise_multiplier=1.5, learning_rate=2.0)
-    private, nothings = open_silent(api, max_grad_norm=None, clipping=policy)
+    private, zero_batch = open_with_zero_loss(api, max_grad_norm=None, clipping=policy)
     for threshold in (0.5, None):
         threshold = threshold or inside.state(private.engine).clipping_norm
-        said = private.engine.describe()
+        description = private.engine.describe()
         std = threshold * (SIGMA**-2 - 3.0**-2) ** -0.5
-        assert (said["clipping"]["norm"], said["sensitivity"]) == (threshold, threshold)
-        assert said["noise_std_of_sum"] == pytest.approx(std)
-        assert std_of(private.run(*nothings)) == pytest.approx(std, rel=WITHIN)
+        assert (description["clipping"]["norm"], description["sensitivity"]) == (threshold, threshold)
+        assert description["noise_std_of_sum"] == pytest.approx(std)
+        assert std_of(private.run(*zero_batch)) == pytest.approx(std, rel=TOLERANCE)
     assert inside.state(private.engine).clipping_norm != 0.5
     ((event, count),) = [(charge.event, charge.count) for charge in private.engine.ledger.history]
     assert (event.noise_multiplier, count) == (SIGMA, 2)
@@ -155,7 +155,7 @@ def layer_of(name):
     return name.rpartition(".")[0]
 
 
-@through(DEFAULT_APIS)
+@with_apis(DEFAULT_APIS)
 @pytest.mark.hazard("O6")
 def test_each_layer_has_its_clipping_norm_and_noise_follows_their_norm(api):
     options = {"max_grad_norm": [0.3, 0.05], "clipping": "per_layer"}
@@ -171,7 +171,7 @@ PER_LAYER_APIS = [api for api in COMPAT_APIS if api.mode != "ghost"]
 BOUNDS = [0.3, 0.2, 0.05, 0.4]
 
 
-@through(PER_LAYER_APIS)
+@with_apis(PER_LAYER_APIS)
 @pytest.mark.hazard("O6")
 def test_a_grad_clip_scheduler_changes_the_clipping_norm_of_each_parameter(api):
     private = api.open(mlp(), fixed_loader(COUNT), max_grad_norm=BOUNDS, clipping="per_layer")
@@ -184,11 +184,11 @@ def test_a_grad_clip_scheduler_changes_the_clipping_norm_of_each_parameter(api):
         scheduler.step()
 
 
-@through(PER_LAYER_APIS)
+@with_apis(PER_LAYER_APIS)
 @pytest.mark.hazard("O6")
 def test_the_noise_follows_the_norm_of_the_current_clipping_norms(api):
-    private, nothings = open_silent(api, max_grad_norm=[0.6, 0.8], clipping="per_layer")
+    private, zero_batch = open_with_zero_loss(api, max_grad_norm=[0.6, 0.8], clipping="per_layer")
     scheduler = opacus("schedulers").ExponentialGradClip(private.optimizer, gamma=0.1)
     scheduler.step()
     assert math.hypot(*private.optimizer.max_grad_norms) == pytest.approx(0.1)
-    assert std_of(private.run(*nothings)) == pytest.approx(0.1 * SIGMA, rel=WITHIN)
+    assert std_of(private.run(*zero_batch)) == pytest.approx(0.1 * SIGMA, rel=TOLERANCE)

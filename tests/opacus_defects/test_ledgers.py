@@ -12,8 +12,8 @@ from opacus_defects.apis import (
     assert_equal,
     fixed_loader,
     opacus,
-    through,
     true_sum,
+    with_apis,
 )
 from opacus_defects.small import CLASSES, FEATURES, classes, mlp, rows
 from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset, WeightedRandomSampler
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
 DELTA = 1e-5
 
 
-def a_step(private):
+def run_step(private):
     """Runs one step on inputs of ones with the size of the next batch."""
     (drawn,) = next(iter(private.loader))
     private.step(torch.ones(len(drawn), FEATURES), torch.arange(len(drawn)) % CLASSES)
@@ -37,7 +37,7 @@ def a_step(private):
 
 
 @pytest.mark.parametrize("count", [104, 103])
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O17")
 def test_the_divisor_does_not_depend_on_one_example(api, count):
     # floor(N * q) with q = 1 / 13: 8 of 104 rows, 7 of 103
@@ -50,12 +50,12 @@ def test_the_divisor_does_not_depend_on_one_example(api, count):
 
 
 @pytest.mark.slow
-@through(DEFAULT_APIS)
+@with_apis(DEFAULT_APIS)
 @pytest.mark.hazard("O17")
 def test_the_neighboring_relation_is_in_the_report(api):
     private = api.open(mlp(), fixed_loader(104, batch_size=8), noise_multiplier=1.0)
-    assert private.engine.describe()["relation"] == "zero-out"  # N gave the rate: it is public
-    a_step(private)
+    assert private.engine.describe()["relation"] == "zero-out"  # the rate is computed from N, so N is public
+    run_step(private)
     assert "neighbors if" in str(private.engine.report())
     declared = {"sample_rate": 0.01, "expected_batch_size": 8.0, "target_delta": DELTA}
     private = api.open(mlp(), fixed_loader(104, batch_size=8), noise_multiplier=1.0, **declared)
@@ -87,7 +87,7 @@ class SubclassedBatchSampler(BatchSampler):
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O18")
 def test_a_custom_sampler_is_rejected_by_name(api, name):
     data = TensorDataset(torch.arange(48))
@@ -98,11 +98,11 @@ def test_a_custom_sampler_is_rejected_by_name(api, name):
 @pytest.mark.one_in(4, "rows", "api", others="slow")
 @pytest.mark.one_in(2, "rows", "api")
 @pytest.mark.parametrize(("rows", "size"), [(104, 8), (20, 12)])
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O18")
 def test_the_accounted_rate_is_the_rate_of_the_drawn_batches(api, rows, size):
     private = api.open(mlp(), fixed_loader(rows, batch_size=size), poisson=True, noise_multiplier=1.0)
-    a_step(private)
+    run_step(private)
     if api.compat:
         ((_, rate, _),) = private.engine.accountant.history
         expected = 1 / math.ceil(rows / size)  # the rate of Opacus's API
@@ -118,7 +118,7 @@ def test_the_accounted_rate_is_the_rate_of_the_drawn_batches(api, rows, size):
 # Shuffled batches are reported with amplification by sampling
 
 
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O19")
 def test_without_poisson_sampling_the_divisor_is_the_batch_size(api):
     private = api.open(mlp(), fixed_loader(100, batch_size=64), poisson=False)
@@ -127,25 +127,25 @@ def test_without_poisson_sampling_the_divisor_is_the_batch_size(api):
     assert batches == [64, 36]
 
 
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O19")
 def test_without_poisson_sampling_no_amplification_is_claimed(api):
     private = api.open(mlp(), fixed_loader(16, batch_size=8), poisson=False, noise_multiplier=2.0)
     for (drawn,) in private.loader:
         private.step(torch.ones(len(drawn), FEATURES), torch.arange(len(drawn)) % CLASSES)
-    unamplified = epsilon_of([Charge(GaussianEvent(2.0))], DELTA)  # each row is in one of the batches
+    unamplified = epsilon_of([Charge(GaussianEvent(2.0))], DELTA)  # each example is in one of the batches
     try:
         assert private.engine.get_epsilon(delta=DELTA) >= 0.999 * unamplified
-    except PrivacyError as refused:
-        assert "shuffle" in str(refused).lower() or "poisson" in str(refused).lower()
+    except PrivacyError as error:
+        assert "shuffle" in str(error).lower() or "poisson" in str(error).lower()
 
 
-@through(DEFAULT_APIS)
+@with_apis(DEFAULT_APIS)
 @pytest.mark.hazard("O19")
 def test_the_event_states_the_sampling_scheme(api):
     for poisson, kind in ((True, PoissonGaussianEvent), (False, UnclaimedEvent)):
         private = api.open(mlp(), fixed_loader(16, batch_size=8), poisson=poisson, noise_multiplier=2.0)
-        a_step(private)
+        run_step(private)
         (charge,) = private.engine.ledger.history
         assert isinstance(charge.event, kind)
     with pytest.raises(AccountingRefusedError, match="shuffl"):
@@ -155,14 +155,14 @@ def test_the_event_states_the_sampling_scheme(api):
 # A step hook of the user removes the accounting
 
 
-@through(COMPAT_APIS)
+@with_apis(COMPAT_APIS)
 @pytest.mark.hazard("O21")
 def test_a_step_hook_does_not_remove_the_accounting(api):
     private = api.open(mlp(), fixed_loader(16), noise_multiplier=1.0)
     seen = []
     for name in ("first", "second"):
         private.optimizer.attach_step_hook(lambda optimizer, name=name: seen.append((name, type(optimizer))))
-    a_step(private)
+    run_step(private)
     assert seen == [("first", type(private.optimizer)), ("second", type(private.optimizer))]
     assert [(sigma, steps) for sigma, _, steps in private.engine.accountant.history] == [(1.0, 1)]
 
@@ -235,7 +235,7 @@ def test_calibration_counts_every_step_of_an_epoch():
     assert_on_target(epsilon(noise_multiplier=sigma, sample_rate=1 / 93, steps=93, delta=DELTA, accountant="rdp"))
 
 
-@through(COMPAT_APIS, quick=("compat-hooks",))
+@with_apis(COMPAT_APIS, quick=("compat-hooks",))
 @pytest.mark.hazard("O24")
 def test_a_compat_run_with_target_epsilon_ends_at_the_target(api):
     model = mlp()
@@ -273,7 +273,7 @@ def test_epsilon_is_nonnegative_and_not_nan(accountant):
 LENGTHS = (1, 49, 93, 99, 105)  # the last three lose a batch in int(1 / q)
 
 
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O35")
 def test_the_private_loader_has_the_length_of_the_original(api):
     for batches in LENGTHS:

@@ -15,10 +15,10 @@ from opacus_defects.apis import (
     SLACK,
     assert_equal,
     opacus,
-    through_some,
     true_sum,
+    with_few_apis,
 )
-from opacus_defects.small import CLASSES, CRITERION, FEATURES, ROWS, mlp, opened
+from opacus_defects.small import CLASSES, CRITERION, FEATURES, ROWS, mlp, open_run
 from opacus_defects.small import normal_batch as batch
 from reference import clipped_sum
 from torch import nn
@@ -71,18 +71,18 @@ def test_empty_batches_have_the_structure_of_other_batches_at_any_position(place
         for one in itertools.islice(loader, 8):
             batches.append(one)
             sizes.append(inside.samples_now(engine))
-        wanted = {"first": sizes[0] == 0, "middle": 0 in sizes[1:-1] and sizes[0] > 0, "only": not any(sizes)}
-        if wanted[place]:
+        empty_at = {"first": sizes[0] == 0, "middle": 0 in sizes[1:-1] and sizes[0] > 0, "only": not any(sizes)}
+        if empty_at[place]:
             break
-    assert wanted[place]
+    assert empty_at[place]
     for found, rows in zip(batches, sizes, strict=True):
         assert_has_the_structure(found, max(rows, 1))
 
 
-@pytest.mark.parametrize("skips", [True, False], ids=["no-backward-pass", "backward-pass"])
-@through_some(LAYER_APIS)
+@pytest.mark.parametrize("skip_backward", [True, False], ids=["no-backward-pass", "backward-pass"])
+@with_few_apis(LAYER_APIS)
 @pytest.mark.hazard("O39")
-def test_an_empty_batch_is_a_step_with_noise(api, skips):
+def test_an_empty_batch_is_a_step_with_noise(api, skip_backward):
     model = mlp()
     data = TensorDataset(torch.arange(ROWS))
     private = api.open(model, DataLoader(data, batch_size=1), criterion=CRITERION, noise_multiplier=1.0, poisson=True)
@@ -93,7 +93,7 @@ def test_an_empty_batch_is_a_step_with_noise(api, skips):
             before = copy.deepcopy(model.state_dict())
             size = len(rows) if api.compat else inside.samples_now(private.engine)
             private.optimizer.zero_grad()
-            if size or not skips:
+            if size or not skip_backward:
                 private.backward(inputs[rows], targets[rows])
             private.optimizer.step()
             steps, empty = steps + 1, empty + (size == 0)
@@ -112,10 +112,10 @@ def test_empty_batches_of_compat_have_the_structure_of_other_batches(place):
         loader = compat.DPDataLoader(Texts(), sample_rate=rate)
         batches = list(itertools.islice(loader, 8))
         sizes = [len(one["text"]) for one in batches]
-        wanted = {"first": sizes[0] == 0, "middle": 0 in sizes[1:-1] and sizes[0] > 0, "only": not any(sizes)}
-        if wanted[place]:
+        empty_at = {"first": sizes[0] == 0, "middle": 0 in sizes[1:-1] and sizes[0] > 0, "only": not any(sizes)}
+        if empty_at[place]:
             break
-    assert wanted[place]
+    assert empty_at[place]
     for found, rows in zip(batches, sizes, strict=True):
         assert_has_the_structure(found, rows)
 
@@ -134,12 +134,12 @@ def with_two_backward_passes(private, rows):
     private.optimizer.step()
 
 
-@through_some(LAYER_APIS)
+@with_few_apis(LAYER_APIS)
 @pytest.mark.hazard("O40")
 def test_each_cause_of_apparent_accumulation_has_a_message(api):
     messages = []
     for cause, expected in ((without_zero_grad, "zero_grad"), (with_two_backward_passes, "backward")):
-        private = opened(api, poisson=True)
+        private = open_run(api, poisson=True)
         for _ in private.loader:
             with pytest.raises((ValueError, RuntimeError), match=expected) as seen:
                 cause(private, batch())
@@ -148,12 +148,12 @@ def test_each_cause_of_apparent_accumulation_has_a_message(api):
     assert messages[0] != messages[1]
 
 
-@through_some(ALL_APIS, always={"default-auto", "compat-hooks"})
+@with_few_apis(ALL_APIS, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O40")
 def test_an_optimizer_over_some_parameters_can_step_twice(api):
     model, rows = mlp(), batch()
     some = list(model[2].parameters())
-    private = opened(api, model, make_optimizer=lambda _: torch.optim.SGD(some, lr=0.1), poisson=True)
+    private = open_run(api, model, make_optimizer=lambda _: torch.optim.SGD(some, lr=0.1), poisson=True)
     before = copy.deepcopy(model.state_dict())
     for _ in range(2):
         for _ in private.loader:
@@ -162,7 +162,7 @@ def test_an_optimizer_over_some_parameters_can_step_twice(api):
     assert changed == {"2.weight", "2.bias"}
 
 
-@through_some(LAYER_APIS)
+@with_few_apis(LAYER_APIS)
 @pytest.mark.hazard("O56", "C6")
 def test_gradients_of_two_losses_on_one_batch_are_added_before_clipping(api):
     model, (x, y) = mlp(), batch()
@@ -173,7 +173,7 @@ def test_gradients_of_two_losses_on_one_batch_are_added_before_clipping(api):
         both(one, slice(i, i + 1)).backward()
         rows.append({name: p.grad.double() for name, p in one.named_parameters()})
     truth = clipped_sum(rows, 1 - SLACK)
-    private = opened(api, model)
+    private = open_run(api, model)
     for _ in private.loader:
         private.optimizer.zero_grad()
         (private.criterion(private.model(x), y) + private.criterion(private.model(2 * x), y)).backward()
@@ -181,26 +181,26 @@ def test_gradients_of_two_losses_on_one_batch_are_added_before_clipping(api):
     assert_equal(private.sum(), truth)
 
 
-@through_some(LAYER_APIS, always={"default-auto", "compat-hooks"})
+@with_few_apis(LAYER_APIS, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O56")
 def test_two_models_with_two_optimizers_have_two_budgets(api):
     """Two private models with different noise multipliers, as a generator and a discriminator."""
     x, y = batch()
-    judge, other = opened(api, noise_multiplier=1.0), opened(api, noise_multiplier=4.0)
-    for _, _ in zip(judge.loader, other.loader, strict=True):
-        judge.step(x, y)
-        other.step(x, y)
-    for _ in judge.loader:
-        judge.step(x, y)
-    judged, made = judge.engine.get_epsilon(1e-3), other.engine.get_epsilon(1e-3)
-    assert judged > made > 0
-    once = opened(api, noise_multiplier=4.0)
-    for _ in once.loader:
-        once.step(x, y)
-    assert made == pytest.approx(once.engine.get_epsilon(1e-3), rel=1e-9)
+    discriminator, generator = open_run(api, noise_multiplier=1.0), open_run(api, noise_multiplier=4.0)
+    for _, _ in zip(discriminator.loader, generator.loader, strict=True):
+        discriminator.step(x, y)
+        generator.step(x, y)
+    for _ in discriminator.loader:
+        discriminator.step(x, y)
+    larger, smaller = discriminator.engine.get_epsilon(1e-3), generator.engine.get_epsilon(1e-3)
+    assert larger > smaller > 0
+    reference = open_run(api, noise_multiplier=4.0)
+    for _ in reference.loader:
+        reference.step(x, y)
+    assert smaller == pytest.approx(reference.engine.get_epsilon(1e-3), rel=1e-9)
 
 
-@through_some([d for d in COMPAT_APIS if not d.writes and d.mode != "ew"])
+@with_few_apis([d for d in COMPAT_APIS if not d.writes and d.mode != "ew"])
 @pytest.mark.hazard("O56")
 def test_the_memory_manager_accepts_empty_batches(api):
     private = api.open(
@@ -250,7 +250,7 @@ def test_batches_padded_to_one_size_give_the_sum_of_the_drawn_examples():
 
 @pytest.mark.hazard("O57")
 def test_a_reshape_to_a_fixed_size_raises():
-    class Fixed(nn.Module):
+    class FixedSizeModel(nn.Module):
         def __init__(self):
             super().__init__()
             self.layer = nn.Linear(FEATURES, CLASSES)
@@ -258,7 +258,7 @@ def test_a_reshape_to_a_fixed_size_raises():
         def forward(self, x):
             return self.layer(x.reshape(5, 2, FEATURES // 2).flatten(1))
 
-    model = Fixed()
+    model = FixedSizeModel()
     _, optimizer, loader = PrivacyEngine(seed=3).make_private(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -279,35 +279,37 @@ def plain_gradients(model, rows):
     return {name: p.grad.double() for name, p in plain.named_parameters()}
 
 
-@pytest.mark.parametrize("when", ["before the pass", "between forward and backward", "before the step", "after it"])
-@through_some(DEFAULT_APIS)
+@pytest.mark.parametrize(
+    "when", ["before the pass", "between forward and backward", "before the step", "after the step"]
+)
+@with_few_apis(DEFAULT_APIS)
 @pytest.mark.hazard("O62")
 def test_a_public_backward_pass_gives_ordinary_gradients_and_is_not_charged(api, when):
     model, rows, others = mlp(), batch(), batch(9, seed=8)
-    private = opened(api, model, max_grad_norm=0.1)
+    private = open_run(api, model, max_grad_norm=0.1)
     public_gradients, truth = plain_gradients(model, others), true_sum(model, CRITERION, rows, 0.1)
     found = []
 
-    def look():
+    def run_public_pass():
         with public(private.engine) as gradients:
-            for part in (slice(0, 4), slice(4, 9)):  # sums over passes, as p.grad does
+            for part in (slice(0, 4), slice(4, 9)):  # adds up over passes, as p.grad does
                 (CRITERION(model(others[0][part]), others[1][part]) * len(others[1][part]) / 9).backward()
         found.append({name: g.double() for name, g in gradients.items()})
 
     for _ in private.loader:
         private.optimizer.zero_grad()
         if when.startswith("before the pass"):
-            look()
+            run_public_pass()
         loss = CRITERION(model(rows[0]), rows[1])
         if when.startswith("between"):
-            look()
+            run_public_pass()
         loss.backward()
         if when == "before the step":
-            look()
+            run_public_pass()
         private.optimizer.step()
-        if when == "after it":
+        if when == "after the step":
             moved = plain_gradients(model, others)
-            look()
+            run_public_pass()
             public_gradients = moved
     assert_equal(found[0], public_gradients)
     assert_equal(private.sum(), truth)
@@ -320,11 +322,11 @@ def test_public_gradients_require_a_private_model():
         pass
 
 
-@through_some([api for api in COMPAT_APIS if api.mode in ("hooks", "functorch", "ghost")])
+@with_few_apis([api for api in COMPAT_APIS if api.mode in ("hooks", "functorch", "ghost")])
 @pytest.mark.hazard("O62")
 def test_the_hooks_of_compat_can_be_switched_off_and_on(api):
     model, rows, others = mlp(), batch(), batch(9, seed=8)
-    private, truth = opened(api, model, max_grad_norm=0.1), true_sum(model, CRITERION, rows, 0.1)
+    private, truth = open_run(api, model, max_grad_norm=0.1), true_sum(model, CRITERION, rows, 0.1)
     private.module.disable_hooks()
     assert not private.module.hooks_enabled
     CRITERION(private.model(others[0]), others[1]).backward()
@@ -336,12 +338,12 @@ def test_the_hooks_of_compat_can_be_switched_off_and_on(api):
 
 
 @pytest.mark.one_in(4, "api", others="slow")
-@through_some(ALL_APIS, always={"default-auto", "compat-hooks", "compat-ghost", "compat-no_op"})
+@with_few_apis(ALL_APIS, always={"default-auto", "compat-hooks", "compat-ghost", "compat-no_op"})
 @pytest.mark.hazard("O63")
 def test_training_without_noise_and_clipping_equals_sgd(api):
     plain, (x, y) = mlp(), batch(24)
-    by_hand = torch.optim.SGD(plain.parameters(), lr=0.3, momentum=0.9)
-    private = opened(
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.3, momentum=0.9)
+    private = open_run(
         api,
         rows=24,
         max_grad_norm=1e9,
@@ -350,9 +352,9 @@ def test_training_without_noise_and_clipping_equals_sgd(api):
     )
     for _ in range(4):
         for (rows,) in private.loader:
-            by_hand.zero_grad()
+            plain_optimizer.zero_grad()
             CRITERION(plain(x[rows]), y[rows]).backward()
-            by_hand.step()
+            plain_optimizer.step()
             private.step(x[rows], y[rows])
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(private.bare.state_dict()[name], value, rtol=1e-4, atol=1e-6)

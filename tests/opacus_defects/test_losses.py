@@ -15,8 +15,8 @@ from opacus_defects.apis import (
     assert_equal,
     fixed_loader,
     opacus,
-    through,
     true_sum,
+    with_apis,
 )
 from opacus_defects.small import batch, mlp, rows
 from torch import nn
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
 GHOSTS = ("default-ghost", "compat-ghost")
 
 
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O1")
 def test_the_users_own_criterion_is_clipped_like_the_one_that_was_returned(api):
     criterion = nn.CrossEntropyLoss()
@@ -39,7 +39,7 @@ def test_the_users_own_criterion_is_clipped_like_the_one_that_was_returned(api):
         assert_equal(api.clipped_sum(mlp(), criterion, batch(), 1.5), truth)
 
 
-@through(COMPAT_APIS, quick=("compat-ghost",))
+@with_apis(COMPAT_APIS, quick=("compat-ghost",))
 @pytest.mark.hazard("O1")
 def test_no_sample_exceeds_a_clipping_norm_of_0_016_with_the_users_criterion(api):
     assert_bounded(api, mlp(), nn.CrossEntropyLoss(), batch(), 0.016, plain=True)
@@ -54,7 +54,7 @@ CRITERIA = {
 
 
 @pytest.mark.parametrize("name", CRITERIA)
-@through(ALL_APIS, quick=("compat-ghost",))
+@with_apis(ALL_APIS, quick=("compat-ghost",))
 @pytest.mark.hazard("O2")
 def test_a_criterion_may_be_a_function_or_a_module(api, name):
     criterion = CRITERIA[name]()
@@ -73,14 +73,14 @@ def one_output():
     "criterion",
     [pytest.param(nn.BCEWithLogitsLoss(), id="bce"), pytest.param(nn.MSELoss(), id="mse", marks=pytest.mark.slow)],
 )
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O3")
 def test_losses_of_shape_b_1_are_not_broadcast(api, criterion):
     model, rows16 = one_output()
     assert_equal(api.clipped_sum(model, criterion, rows16, 0.3), true_sum(model, criterion, rows16, 0.3))
 
 
-@through(DEFAULT_APIS)
+@with_apis(DEFAULT_APIS)
 @pytest.mark.hazard("O3")
 def test_backward_accepts_a_vector_of_losses_and_rejects_other_shapes(api):
     model, (inputs, targets) = one_output()
@@ -96,7 +96,7 @@ def test_backward_accepts_a_vector_of_losses_and_rejects_other_shapes(api):
 
 
 @pytest.mark.parametrize("shape", ["vector", "column", "scalar"])
-@through(COMPAT_APIS, quick=("compat-ghost",))
+@with_apis(COMPAT_APIS, quick=("compat-ghost",))
 @pytest.mark.hazard("O3")
 def test_a_criterion_of_any_shape_gives_the_same_sum_or_is_rejected_with_its_shape(api, shape):
     model, rows16 = one_output()
@@ -108,9 +108,9 @@ def test_a_criterion_of_any_shape_gives_the_same_sum_or_is_rejected_with_its_sha
     truth = true_sum(model, nn.BCEWithLogitsLoss(), rows16, 0.3)
     try:
         found = api.clipped_sum(model, criterion, rows16, 0.3)
-    except (BatchDependentLossError, RuntimeError) as refused:
+    except (BatchDependentLossError, RuntimeError) as error:
         assert shape != "scalar"  # a reduced loss must be accepted
-        assert "(16" in str(refused) or "scalar outputs" in str(refused)  # torch's message for an unreduced loss
+        assert "(16" in str(error) or "scalar outputs" in str(error)  # torch's message for an unreduced loss
         return
     assert_equal(found, truth)
 
@@ -148,20 +148,20 @@ class TokenLoss(nn.Module):
         return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction=self.reduction)
 
 
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O29")
 def test_token_losses_with_ignored_positions_give_the_same_sum_in_all_modes(api):
     torch.manual_seed(1)
     model, tokens = tokens_model(), token_batch(equal=False)
     if not api.writes:
         # The loop uses the mean over all tokens; the loss of a sample is its share times the batch size.
-        truth = true_sum(model, part_of(tokens[1]), tokens, 0.2)
+        truth = true_sum(model, loss_share(tokens[1]), tokens, 0.2)
         assert_equal(api.clipped_sum(model, TokenLoss(), tokens, 0.2), truth)
     tokens = token_batch(equal=True)
     assert_equal(api.clipped_sum(model, TokenLoss(), tokens, 0.2), true_sum(model, flat_tokens, tokens, 0.2))
 
 
-def part_of(targets):
+def loss_share(targets):
     """Returns the loss of a sample: its share of the mean over all tokens, times the batch size."""
     counted = float((targets != -100).sum())
 
@@ -172,7 +172,7 @@ def part_of(targets):
     return loss
 
 
-@through(GHOST_APIS)
+@with_apis(GHOST_APIS)
 @pytest.mark.hazard("O29")
 def test_a_criterion_with_a_shape_averages_over_the_tokens_of_each_sample(api):
     torch.manual_seed(1)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from opacus_defects.apis import LAYER_APIS, assert_equal, fixed_loader, through_some, true_sum
+from opacus_defects.apis import LAYER_APIS, assert_equal, fixed_loader, true_sum, with_few_apis
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -17,18 +17,18 @@ def peak_of(run):
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run()
     changes = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = most = 0
+    allocated = peak = 0
     for change in sorted(changes, key=lambda event: event.start_ns()):
-        held += change.nbytes()
-        most = max(most, held)
-    return most
+        allocated += change.nbytes()
+        peak = max(peak, allocated)
+    return peak
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning")
 
 CRITERION = nn.CrossEntropyLoss()
 # Modes that do not keep per-sample gradients. The others return those of all samples, or use torch's implementation.
-FRUGAL = [d for d in LAYER_APIS if d.mode in ("auto", "ghost") or (d.compat and d.mode == "hooks")]
+LOW_MEMORY_APIS = [d for d in LAYER_APIS if d.mode in ("auto", "ghost") or (d.compat and d.mode == "hooks")]
 MIB = 2**20
 
 
@@ -54,7 +54,7 @@ def peak_of_a_step(private, x, y):
     return found[0]
 
 
-@through_some(FRUGAL, always={"default-auto", "compat-hooks"})
+@with_few_apis(LOW_MEMORY_APIS, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O51")
 def test_memory_of_a_large_embedding_does_not_grow_with_the_batch(api):
     entries, width = 10**6, 2
@@ -71,7 +71,7 @@ def test_memory_of_a_large_embedding_does_not_grow_with_the_batch(api):
 
 
 @pytest.fixture
-def by_estimates(monkeypatch):
+def untimed_methods(monkeypatch):
     """Chooses methods by estimated cost instead of timings, which depend on the load of the machine."""
     plan = MethodTable.plan
 
@@ -82,9 +82,9 @@ def by_estimates(monkeypatch):
     monkeypatch.setattr(MethodTable, "plan", untimed)
 
 
-@through_some(FRUGAL, always={"default-auto", "compat-hooks"})
+@with_few_apis(LOW_MEMORY_APIS, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O52")
-def test_a_convolution_does_not_unfold_its_input(api, by_estimates):
+def test_a_convolution_does_not_unfold_its_input(api, untimed_methods):
     rows = 16
     torch.manual_seed(1)
     model = nn.Sequential(

@@ -14,10 +14,10 @@ from opacus_defects.apis import (
     assert_run_is_right,
     fixed_loader,
     opacus,
-    through,
-    through_some,
     true_sum,
     weights_of,
+    with_apis,
+    with_few_apis,
 )
 from opacus_defects.networks import BLOCKS, images, network
 from opacus_defects.small import CLASSES, CRITERION, FEATURES, mlp, normal_batch
@@ -28,14 +28,14 @@ import dpengine
 pytestmark = pytest.mark.filterwarnings("ignore:.*NOT PRIVATE:dpengine.PrivacyWarning")
 
 ROWS = 5
-REFUSALS = (ValueError, RuntimeError, NotImplementedError)
+ERRORS = (ValueError, RuntimeError, NotImplementedError)
 
 
 def batch(rows=ROWS, seed=2):
     return normal_batch(rows, seed)
 
 
-def fixed(api, model):
+def fix_model(api, model):
     """Returns the model after the API's ``fix``."""
     return opacus("validators").ModuleValidator.fix(model) if api.compat else dpengine.fix(model)[0]
 
@@ -47,10 +47,10 @@ def assert_sum_is_right(api, model, rows, max_norm=1.0, *, rtol=1e-5, **options)
 
 @pytest.mark.one_in(3, "block", "api", others="slow")
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
-@through_some(LAYER_APIS, always={"default-auto", "compat-hooks"})
+@with_few_apis(LAYER_APIS, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O37")
 def test_networks_with_in_place_operations_train_after_fix(api, block):
-    model = fixed(api, network(block))
+    model = fix_model(api, network(block))
     assert not any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
     assert any(getattr(layer, "inplace", False) for layer in model.modules())  # otherwise unchanged
     assert_sum_is_right(api, model, images(ROWS).tensors, 2.0, rtol=2e-5)
@@ -58,7 +58,7 @@ def test_networks_with_in_place_operations_train_after_fix(api, block):
 
 @model_of(lambda: {"used": nn.Linear(FEATURES, CLASSES), "other": nn.Linear(FEATURES, CLASSES), "uses_other": True})
 def with_spare(m, x):
-    """A layer that never runs, and one that may be left out."""
+    """Model with a layer that may be skipped."""
     return m.used(x) + m.other(x) if m.uses_other else m.used(x)
 
 
@@ -95,17 +95,17 @@ CAUSES = {
 
 @pytest.mark.one_in(3, "cause", "api", others="slow")
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
-@through_some(LAYER_APIS)
+@with_few_apis(LAYER_APIS)
 @pytest.mark.hazard("O38")
 def test_each_cause_of_a_missing_gradient_has_a_message(api, cause):
     private = api.open(with_spare(), fixed_loader(ROWS), criterion=CRITERION)
     for _ in private.loader:
-        with pytest.raises(REFUSALS, match=f"(?s){CAUSES[cause]}"):
+        with pytest.raises(ERRORS, match=f"(?s){CAUSES[cause]}"):
             cause(private, batch())
         break
 
 
-@through_some(LAYER_APIS)
+@with_few_apis(LAYER_APIS)
 @pytest.mark.hazard("O38")
 def test_a_submodule_in_eval_mode_is_included(api):
     model = nn.Sequential(mlp(), nn.Dropout(0.9), nn.Linear(CLASSES, CLASSES))
@@ -114,7 +114,7 @@ def test_a_submodule_in_eval_mode_is_included(api):
     assert_run_is_right(api.open(model, fixed_loader(ROWS), criterion=CRITERION), batch())
 
 
-@through_some(LAYER_APIS)
+@with_few_apis(LAYER_APIS)
 @pytest.mark.hazard("O38")
 def test_a_forward_pass_without_backward_does_not_affect_the_sum(api):
     model, rows = mlp(), batch()
@@ -135,7 +135,7 @@ def mixed_model(m, pair, mask=None, *, shift=None):
 
 
 @model_of(lambda: {"mixed": mixed_model(), "head": nn.Linear(6, CLASSES)})
-def calls_mixed(m, x, *, other, shift):
+def calling_model(m, x, *, other, shift):
     """Calls the layer with positional and with keyword inputs."""
     out, extra = m.mixed((x, other), None, shift=shift)
     again, _ = m.mixed((other, x), mask=out > 0)
@@ -143,7 +143,7 @@ def calls_mixed(m, x, *, other, shift):
 
 
 @pytest.mark.filterwarnings("error:.*not known whether the model:dpengine.PrivacyWarning")
-@through_some(LAYER_APIS)
+@with_few_apis(LAYER_APIS)
 @pytest.mark.hazard("O41")
 def test_layers_accept_tuple_keyword_and_none_inputs_and_return_several_outputs(api):
     generator = torch.Generator().manual_seed(3)
@@ -151,18 +151,18 @@ def test_layers_accept_tuple_keyword_and_none_inputs_and_return_several_outputs(
         name: torch.randn(ROWS, size, generator=generator) for name, size in {"x": 4, "other": 4, "shift": 6}.items()
     }
     rows, first = (inputs, batch()[1]), lambda outputs, targets: F.cross_entropy(outputs[0], targets)
-    model = calls_mixed()
+    model = calling_model()
     if api.mode != "ghost" or not api.compat:
         assert_equal(api.clipped_sum(model, first, rows, 2.0), true_sum(model, first, rows, 2.0), rtol=2e-5)
         return
 
-    class PerRow(nn.Module):  # Opacus's ghost modes set this attribute, as a criterion has it
+    class FirstOutputLoss(nn.Module):  # Opacus's ghost modes set ``reduction``, an attribute of torch's criteria
         reduction = "mean"
 
         def forward(self, outputs, targets):
             return F.cross_entropy(outputs[0], targets, reduction=self.reduction)
 
-    assert_equal(api.clipped_sum(model, PerRow(), rows, 2.0), true_sum(model, first, rows, 2.0), rtol=2e-5)
+    assert_equal(api.clipped_sum(model, FirstOutputLoss(), rows, 2.0), true_sum(model, first, rows, 2.0), rtol=2e-5)
 
 
 @model_of(
@@ -177,7 +177,7 @@ def test_layers_accept_tuple_keyword_and_none_inputs_and_return_several_outputs(
         "head": nn.Linear(4, CLASSES),
     }
 )
-def nested(m, x):
+def nested_model(m, x):
     """Nested recurrent layers and attention."""
     x, _ = m.parts["lstm"](x)
     x, _ = m.parts["deep"][0]["gru"](x)
@@ -186,20 +186,20 @@ def nested(m, x):
     return m.head(x.mean(dim=1))
 
 
-@through_some(LAYER_APIS, always={"default-auto", "compat-hooks"})
+@with_few_apis(LAYER_APIS, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O42")
 def test_checkpoints_of_nested_recurrent_layers_and_attention_load_both_ways(api):
-    plain, x = nested(), torch.randn(ROWS, 6, FEATURES)
-    mended = fixed(api, nested())
-    for source, target in ((plain, mended), (mended, plain)):
+    plain, x = nested_model(), torch.randn(ROWS, 6, FEATURES)
+    fixed_model = fix_model(api, nested_model())
+    for source, target in ((plain, fixed_model), (fixed_model, plain)):
         with torch.no_grad():
             for p in source.parameters():
                 p.normal_()
         target.load_state_dict(source.state_dict(), strict=True)
         torch.testing.assert_close(target(x), source(x), rtol=1e-4, atol=1e-5)
     if api.mode in ("functorch", "ew"):
-        return  # whether their rules can follow each of these layers is the concern of other tests
-    assert_sum_is_right(api, mended, (x, batch()[1]), rtol=2e-5)
+        return  # other tests check which of these layers their rules support
+    assert_sum_is_right(api, fixed_model, (x, batch()[1]), rtol=2e-5)
 
 
 class WithMethods(nn.Module):
@@ -223,7 +223,7 @@ class WithMethods(nn.Module):
         return self.inner(x)
 
 
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O46")
 def test_attributes_of_the_users_model_are_reachable(api):
     model = WithMethods()
@@ -239,7 +239,7 @@ def test_attributes_of_the_users_model_are_reachable(api):
         private.model.absent  # noqa: B018
 
 
-@through_some(ALL_APIS, always={"default-auto", "compat-hooks", "compat-ghost", "compat-no_op"})
+@with_few_apis(ALL_APIS, always={"default-auto", "compat-hooks", "compat-ghost", "compat-no_op"})
 @pytest.mark.hazard("O49")
 def test_parameters_may_be_frozen_and_unfrozen_between_steps(api):
     model, rows = mlp(), batch()
@@ -271,7 +271,7 @@ class WithBuffers(nn.Module):
         return self.head(x * self.table(self.positions.expand(len(x), -1)).mean(dim=1))
 
 
-class Masked(nn.Linear):
+class MaskedLinear(nn.Linear):
     """Linear layer with a mask buffer, as in pruning."""
 
     def __init__(self, width, out):
@@ -282,13 +282,16 @@ class Masked(nn.Linear):
         return F.linear(x, self.weight * self.mask, self.bias)
 
 
-BUFFERED = {"model": WithBuffers, "layer": lambda: nn.Sequential(Masked(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES))}
+BUFFERED = {
+    "model": WithBuffers,
+    "layer": lambda: nn.Sequential(MaskedLinear(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES)),
+}
 buffered = pytest.mark.parametrize("make", BUFFERED.values(), ids=BUFFERED)
-STRICT = [api for api in COMPAT_APIS if api.mode in ("hooks", "functorch", "ghost")]
+STRICT_APIS = [api for api in COMPAT_APIS if api.mode in ("hooks", "functorch", "ghost")]
 
 
 @buffered
-@through_some([api for api in LAYER_APIS if api not in STRICT])
+@with_few_apis([api for api in LAYER_APIS if api not in STRICT_APIS])
 @pytest.mark.hazard("O58")
 def test_buffers_that_forward_does_not_write_are_accepted(api, make):
     torch.manual_seed(1)
@@ -296,7 +299,7 @@ def test_buffers_that_forward_does_not_write_are_accepted(api, make):
 
 
 @buffered
-@through_some(STRICT)
+@with_few_apis(STRICT_APIS)
 @pytest.mark.hazard("O58")
 def test_compat_rejects_buffers_and_strict_false_accepts_them(api, make):
     torch.manual_seed(1)
@@ -314,10 +317,10 @@ def test_compat_rejects_buffers_and_strict_false_accepts_them(api, make):
     assert_equal(private.run(*rows), {f"_module.{name}": value for name, value in truth.items()})
 
 
-@through_some(LAYER_APIS)
+@with_few_apis(LAYER_APIS)
 @pytest.mark.hazard("O58")
 def test_a_layer_whose_forward_writes_a_buffer_is_rejected_by_name(api):
-    class Counts(nn.Linear):
+    class CountingLinear(nn.Linear):
         def __init__(self):
             super().__init__(FEATURES, CLASSES)
             self.register_buffer("seen", torch.zeros(FEATURES))
@@ -326,13 +329,13 @@ def test_a_layer_whose_forward_writes_a_buffer_is_rejected_by_name(api):
             self.seen.add_(x.detach().sum(dim=0))
             return super().forward(x)
 
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"0.*|Counts") as seen:
-        api.clipped_sum(nn.Sequential(Counts(), nn.Linear(CLASSES, CLASSES)), CRITERION, batch())
-    assert "Counts" in str(seen.value) or "0.seen" in str(seen.value)
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"0.*|CountingLinear") as seen:
+        api.clipped_sum(nn.Sequential(CountingLinear(), nn.Linear(CLASSES, CLASSES)), CRITERION, batch())
+    assert "CountingLinear" in str(seen.value) or "0.seen" in str(seen.value)
 
 
 # torch's ExpandedWeights cannot be compiled
-@through_some([api for api in LAYER_APIS if api.mode != "ew"], always=set())
+@with_few_apis([api for api in LAYER_APIS if api.mode != "ew"], always=set())
 @pytest.mark.hazard("O59")
 def test_a_compiled_model_gives_the_eager_sums(api):
     private = api.open(mlp(), fixed_loader(ROWS), criterion=CRITERION)
@@ -340,7 +343,7 @@ def test_a_compiled_model_gives_the_eager_sums(api):
     assert_run_is_right(private, batch())
 
 
-@through_some(LAYER_APIS)
+@with_few_apis(LAYER_APIS)
 @pytest.mark.hazard("O60")
 def test_a_model_in_eval_mode_is_accepted_and_saliency_records_nothing(api):
     model = mlp()

@@ -11,9 +11,9 @@ from opacus_defects.apis import (
     assert_equal,
     assert_unmoved,
     fixed_loader,
-    through,
     true_sum,
     weights_of,
+    with_apis,
 )
 from opacus_defects.small import ROWS, batch, mlp
 from torch import nn
@@ -29,7 +29,7 @@ LOSS = nn.CrossEntropyLoss()
 # The optimizer holds parameters that the model no longer has
 
 
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O26")
 def test_an_optimizer_over_other_tensors_is_rejected_before_training(api):
     held = list(mlp().parameters())
@@ -37,7 +37,7 @@ def test_an_optimizer_over_other_tensors_is_rejected_before_training(api):
         api.open(mlp(), fixed_loader(ROWS), make_optimizer=lambda _: torch.optim.SGD(held, lr=1.0))
 
 
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O26")
 def test_the_first_step_changes_the_weights(api):
     private = api.open(mlp(), fixed_loader(ROWS))
@@ -46,7 +46,7 @@ def test_the_first_step_changes_the_weights(api):
     assert not any(torch.equal(p, before[name]) for name, p in private.bare.named_parameters())
 
 
-@through(LAYER_APIS)
+@with_apis(LAYER_APIS)
 @pytest.mark.hazard("O26")
 def test_a_step_after_training_a_copy_raises(api):
     private = api.open(mlp(), fixed_loader(ROWS))
@@ -61,36 +61,36 @@ def test_a_step_after_training_a_copy_raises(api):
     assert_unmoved(private.bare, before)
 
 
-@through(LAYER_APIS)
+@with_apis(LAYER_APIS)
 @pytest.mark.hazard("O26")
 def test_a_step_raises_if_every_parameter_was_replaced_after_the_call(api):
     private = api.open(mlp(), fixed_loader(ROWS))
     for module in private.bare:
         for name, p in list(module.named_parameters()):
             setattr(module, name, nn.Parameter(p.detach().clone()))
-    says = (
+    message = (
         r"(?s)optimizer.*build the optimizer|not initialized"
         if api.compat
         else "DPE003.*all were replaced after make_private"
     )
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=message):
         private.run(*batch())
 
 
-@through(LAYER_APIS)
+@with_apis(LAYER_APIS)
 @pytest.mark.hazard("L9", "O26")
 def test_a_single_replaced_parameter_is_reported(api):
     private = api.open(mlp(), fixed_loader(ROWS))
     private.bare[2].weight = nn.Parameter(private.bare[2].weight.detach().clone())
     with warnings.catch_warnings():
         warnings.simplefilter("error", dpengine.PrivacyWarning)
-        says = r"optimizer|not initialized" if api.compat else "DPE003"
-        with pytest.raises((PrivacyError, ValueError, dpengine.PrivacyWarning), match=says):
+        message = r"optimizer|not initialized" if api.compat else "DPE003"
+        with pytest.raises((PrivacyError, ValueError, dpengine.PrivacyWarning), match=message):
             next(iter(private.loader))
             private.step(*batch())
 
 
-@through(LAYER_APIS)
+@with_apis(LAYER_APIS)
 @pytest.mark.hazard("O26")
 def test_a_model_that_is_cast_after_the_call_is_still_captured(api):
     private = api.open(mlp(), fixed_loader(ROWS), max_grad_norm=1.5)
@@ -104,7 +104,7 @@ def test_a_model_that_is_cast_after_the_call_is_still_captured(api):
 # A learning-rate scheduler does not reach the optimizer
 
 
-def moved_by(private, before):
+def update_factor(private, before):
     """Returns the factor by which the last step multiplied ``p.grad``."""
     change = torch.cat([(before[name] - p.detach()).flatten() for name, p in private.bare.named_parameters()])
     grad = torch.cat([p.grad.flatten() for p in private.bare.parameters()])
@@ -127,18 +127,18 @@ def schedule(optimizer):
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step")
 @pytest.mark.parametrize("change", [schedule, replace_groups, load_state])
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O27")
 def test_the_update_uses_the_current_learning_rate(api, change):
     private = api.open(mlp(), fixed_loader(ROWS))
     for rate in (1.0, 0.1):
         before = weights_of(private.bare)
         private.run(*batch())
-        assert moved_by(private, before) == pytest.approx(rate, rel=1e-3)
+        assert update_factor(private, before) == pytest.approx(rate, rel=1e-3)
         change(private.optimizer)
 
 
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O27")
 def test_lbfgs_is_rejected_with_the_reason(api):
     with pytest.raises(PrivacyError, match="reads the data several times in one step"):
@@ -147,19 +147,19 @@ def test_lbfgs_is_rejected_with_the_reason(api):
 
 # Misspelled keywords are accepted
 
-MISSPELT = {"default": ("max_grad_nrom", "max_grad_norm"), "compat": ("posson_sampling", "poisson_sampling")}
+MISSPELLED = {"default": ("max_grad_nrom", "max_grad_norm"), "compat": ("posson_sampling", "poisson_sampling")}
 
 
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O34")
 def test_a_misspelled_keyword_raises_a_type_error_with_the_closest_name(api):
-    wrong, right = MISSPELT["compat" if api.compat else "default"]
+    wrong, right = MISSPELLED["compat" if api.compat else "default"]
     with pytest.raises(TypeError, match=rf"{wrong}.*Did you mean '{right}'"):
         api.open(mlp(), fixed_loader(ROWS), **{wrong: False})
 
 
 @pytest.mark.parametrize("bad", [{"noise_multiplier": -1.0}, {"max_grad_norm": -1.0}, {"max_grad_norm": 0.0}])
-@through(ALL_APIS)
+@with_apis(ALL_APIS)
 @pytest.mark.hazard("O34")
 def test_a_number_out_of_range_raises_a_value_error_with_its_name(api, bad):
     with pytest.raises(ValueError, match="noise_multiplier" if "noise_multiplier" in bad else "max_(grad_)?norm"):

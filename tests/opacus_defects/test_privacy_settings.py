@@ -18,11 +18,11 @@ from opacus_defects.apis import (
     LAYER_APIS,
     assert_equal,
     fixed_loader,
-    most_added,
+    largest_contribution,
     opacus,
-    through,
-    through_some,
     true_sum,
+    with_apis,
+    with_few_apis,
 )
 from opacus_defects.small import CLASSES, CRITERION, FEATURES, ROWS, mlp
 from opacus_defects.small import normal_batch as batch
@@ -39,7 +39,7 @@ from dpengine.errors import AccountingRefusedError, InvalidBudgetError, ScaledGr
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning")
 
 
-RUNS = [  # noise multiplier, rate, steps, delta: ten rows, hardly any noise, long runs, epsilon far above a hundred
+RUNS = [  # noise multiplier, rate, steps, delta: small data, little noise, long runs, epsilon far above 100
     (1.0, 0.1, 20, 0.05),
     (0.6, 1.0, 5, 0.05),
     (0.4, 0.5, 100, 1e-3),
@@ -55,13 +55,13 @@ RUNS = [  # noise multiplier, rate, steps, delta: ten rows, hardly any noise, lo
 @pytest.mark.hazard("O43")
 def test_prv_gives_an_upper_bound_or_names_another_accountant(run):
     sigma, rate, steps, delta = run
-    asked = {"noise_multiplier": sigma, "sample_rate": rate, "steps": steps, "delta": delta}
-    lower = epsilon_bounds(**asked)[0]
+    settings = {"noise_multiplier": sigma, "sample_rate": rate, "steps": steps, "delta": delta}
+    lower = epsilon_bounds(**settings)[0]
     try:
-        found = epsilon(**asked, accountant="prv")
+        found = epsilon(**settings, accountant="prv")
     except AccountingRefusedError as refusal:
         assert "pld" in str(refusal) or "rdp" in str(refusal)
-        found = epsilon(**asked)
+        found = epsilon(**settings)
     assert math.isfinite(found) and found >= lower - 1e-9
 
 
@@ -129,21 +129,21 @@ class Autocast(nn.Module):
 
 
 @pytest.mark.slow
-@through_some(LAYER_APIS)
+@with_few_apis(LAYER_APIS)
 @pytest.mark.hazard("O45")
 def test_under_autocast_no_sample_exceeds_the_clipping_norm(api):
     model, rows, criterion = Autocast(mlp()), batch(scale=3.0), nn.CrossEntropyLoss(reduction="sum")
 
-    def sum_of(*rows):  # of losses that are added: a mean would round the other rows anew when one is left out
+    def sum_of(*rows):  # sums losses: in a mean, removing a sample changes the rounding of the others
         found = api.clipped_sum(model, criterion, rows, 0.1, loss_reduction="sum")
         return found if api.compat else {name: value / len(rows[1]) for name, value in found.items()}
 
-    assert most_added(sum_of, rows) <= 0.1 * BOUND
+    assert largest_contribution(sum_of, rows) <= 0.1 * BOUND
     truth = true_sum(model.inner, CRITERION, rows, 0.1)
     assert_equal(sum_of(*rows), {f"inner.{name}": value for name, value in truth.items()}, rtol=0.1)  # 8 bits
 
 
-@through_some(LAYER_APIS)
+@with_few_apis(LAYER_APIS)
 @pytest.mark.hazard("O45")
 def test_a_model_in_bfloat16_is_clipped_by_norms_in_float32(api):
     x, y = batch(64)
@@ -151,13 +151,13 @@ def test_a_model_in_bfloat16_is_clipped_by_norms_in_float32(api):
     wide = nn.Sequential(nn.Linear(FEATURES, 300), nn.Tanh(), nn.Linear(300, CLASSES)).to(torch.bfloat16)
     rows = (x.bfloat16(), y)
     assert_equal(api.clipped_sum(wide, CRITERION, rows, 0.01), true_sum(wide, CRITERION, rows, 0.01), rtol=0.03)
-    # The same row twice, at its threshold: norms in bfloat16 would be off by up to 2 ** -8, the sum is rounded once.
+    # The same sample twice, clipped: norms in bfloat16 would be off by up to 2 ** -8, the sum is rounded once.
     twice = api.clipped_sum(wide, CRITERION, (rows[0][[0, 0]], y[[0, 0]]), 0.01)
     length = torch.cat([value.flatten() for value in twice.values()]).norm()
     assert float(length) == pytest.approx(0.02, rel=1e-3)
 
 
-@through_some(LAYER_APIS)
+@with_few_apis(LAYER_APIS)
 @pytest.mark.hazard("O45")
 def test_a_scaler_that_is_unknown_is_rejected_with_the_remedy(api):
     private, (x, y) = api.open(mlp(), fixed_loader(ROWS), criterion=CRITERION), batch()
@@ -170,7 +170,7 @@ def test_a_scaler_that_is_unknown_is_rejected_with_the_remedy(api):
 
 
 @pytest.mark.parametrize("multiplier", [0.01, 1, 3.7])
-@through_some(DEFAULT_APIS)
+@with_few_apis(DEFAULT_APIS)
 @pytest.mark.hazard("O50")
 def test_adaptive_clipping_has_defaults_and_accepts_empty_batches(api, multiplier):
     model, sizes = mlp(), []
@@ -196,7 +196,7 @@ def test_a_multiplier_beyond_the_count_is_rejected_and_the_remedy_works():
 
 
 @pytest.mark.parametrize("multiplier", [0.5, 1])
-@through_some([api for api in COMPAT_APIS if api.mode != "ghost" and not api.writes])
+@with_few_apis([api for api in COMPAT_APIS if api.mode != "ghost" and not api.writes])
 @pytest.mark.hazard("O50")
 def test_adaptive_clipping_of_compat_has_defaults_and_accepts_empty_batches(api, multiplier):
     model, sizes = mlp(), []
@@ -227,19 +227,19 @@ def test_describe_states_noise_divisor_and_epsilon_in_one_screen():
         optimizer.zero_grad()
         CRITERION(model(x), y).backward()
         optimizer.step()
-    stated = engine.describe()
-    assert stated["sample_rate"] == 0.2 and stated["expected_batch_size"] == 8
-    assert stated["planned_steps"] == 10 and stated["steps"] == 5
-    assert stated["relation"] == Relation.ZERO_OUT.value
+    description = engine.describe()
+    assert description["sample_rate"] == 0.2 and description["expected_batch_size"] == 8
+    assert description["planned_steps"] == 10 and description["steps"] == 5
+    assert description["relation"] == Relation.ZERO_OUT.value
     sigma = calibrate(target_epsilon=3.0, target_delta=1e-3, sample_rate=0.2, steps=10)
-    assert stated["noise_multiplier"] == pytest.approx(sigma, rel=1e-3)
-    assert stated["noise_std_of_sum"] == pytest.approx(0.5 * sigma, rel=1e-3)
-    assert stated["noise_std_of_mean"] == stated["noise_std_of_sum"] / 8
-    shown = "\n".join(f"{name}: {value}" for name, value in stated.items())
+    assert description["noise_multiplier"] == pytest.approx(sigma, rel=1e-3)
+    assert description["noise_std_of_sum"] == pytest.approx(0.5 * sigma, rel=1e-3)
+    assert description["noise_std_of_mean"] == description["noise_std_of_sum"] / 8
+    shown = "\n".join(f"{name}: {value}" for name, value in description.items())
     assert sum(len(textwrap.wrap(line, 80)) for line in shown.splitlines()) <= 24
 
 
-class Half(AbstractClip):
+class HalfClip(AbstractClip):
     """User-defined policy with the factor bound / (norm + bound), so that all norms are below ``bound``."""
 
     def __init__(self, bound: float):
@@ -259,11 +259,11 @@ class Half(AbstractClip):
         return {"policy": "half", "bound": self.bound}
 
 
-@through_some(DEFAULT_APIS)
+@with_few_apis(DEFAULT_APIS)
 @pytest.mark.hazard("O65")
 def test_a_clipping_policy_of_a_user_sets_factors_and_noise(api):
     model, rows, bound = mlp(), batch(), 0.3
-    options = {"clipping": Half(bound), "max_grad_norm": None}
+    options = {"clipping": HalfClip(bound), "max_grad_norm": None}
     private = api.open(copy.deepcopy(model), fixed_loader(ROWS), criterion=CRITERION, **options)
     found = private.run(*rows)
     truth = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
@@ -279,10 +279,10 @@ def test_a_clipping_policy_of_a_user_sets_factors_and_noise(api):
     assert noisy["clipping"] == {"policy": "half", "bound": bound}
 
 
-@through(DEFAULT_APIS[:1])
+@with_apis(DEFAULT_APIS[:1])
 @pytest.mark.hazard("O65")
 def test_a_clipping_policy_without_bounds_raises(api):
-    class Boundless(AbstractClip):
+    class ClipWithoutBounds(AbstractClip):
         def group_of(self, names):
             return [0] * len(names)
 
@@ -293,4 +293,4 @@ def test_a_clipping_policy_without_bounds_raises(api):
             return {}
 
     with pytest.raises(TypeError, match="bounds"):
-        api.open(mlp(), fixed_loader(ROWS), clipping=Boundless(), max_grad_norm=None)
+        api.open(mlp(), fixed_loader(ROWS), clipping=ClipWithoutBounds(), max_grad_norm=None)

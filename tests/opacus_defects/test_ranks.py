@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from opacus_defects.apis import LAYER_APIS, assert_equal, fixed_loader, opacus, through_some, true_sum
+from opacus_defects.apis import LAYER_APIS, assert_equal, fixed_loader, opacus, true_sum, with_few_apis
 from opacus_defects.small import CRITERION, ROWS, mlp
 from opacus_defects.small import normal_batch as batch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning")
 
 
-class Split(nn.Module):
+class TwoDeviceModel(nn.Module):
     """A model whose layers are on two devices."""
 
     def __init__(self, first, second):
@@ -26,16 +26,16 @@ class Split(nn.Module):
 
 
 @pytest.mark.gpu
-@through_some(LAYER_APIS)
+@with_few_apis(LAYER_APIS)
 @pytest.mark.hazard("O53")
 def test_a_model_on_two_devices_gives_the_sums_of_one(api):
     rows = batch()
-    truth = true_sum(Split("cpu", "cpu"), CRITERION, rows, 0.5)
-    private = api.open(Split("cpu", "cuda"), fixed_loader(ROWS), criterion=CRITERION, max_grad_norm=0.5)
+    truth = true_sum(TwoDeviceModel("cpu", "cpu"), CRITERION, rows, 0.5)
+    private = api.open(TwoDeviceModel("cpu", "cuda"), fixed_loader(ROWS), criterion=CRITERION, max_grad_norm=0.5)
     assert_equal({name: value.cpu() for name, value in private.run(*rows).items()}, truth)
 
 
-@through_some(LAYER_APIS)
+@with_few_apis(LAYER_APIS)
 @pytest.mark.hazard("O55")
 def test_a_trainer_that_steps_by_closure_gives_the_sums(api):
     model, (x, y), losses = mlp(), batch(), []

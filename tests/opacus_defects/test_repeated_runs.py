@@ -7,8 +7,17 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from opacus_defects.apis import ALL_APIS, COMPAT_APIS, SLACK, assert_equal, fixed_loader, opacus, through_some, true_sum
-from opacus_defects.small import CLASSES, CRITERION, ROWS, mlp, opened
+from opacus_defects.apis import (
+    ALL_APIS,
+    COMPAT_APIS,
+    SLACK,
+    assert_equal,
+    fixed_loader,
+    opacus,
+    true_sum,
+    with_few_apis,
+)
+from opacus_defects.small import CLASSES, CRITERION, ROWS, mlp, open_run
 from opacus_defects.small import normal_batch as batch
 from opacus_runs import arguments
 from reference import clipped_sum, flat_norms, per_sample_gradients
@@ -21,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning
 
 
 def traces(model):
-    """All that could be left on a model and its parameters."""
+    """Returns everything that a private run could leave on a model and its parameters."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
     own = [(type(m), sorted(vars(m))) for m in model.modules()]
@@ -31,7 +40,7 @@ def traces(model):
 @pytest.mark.hazard("O47")
 def test_attaching_and_detaching_ten_times_leaves_no_hooks_and_charges_every_step():
     model, rows, found = mlp(), batch(), []
-    before, never = traces(model), copy.deepcopy(model)
+    before, never_private = traces(model), copy.deepcopy(model)
     engine = PrivacyEngine(seed=0)
     for _ in range(10):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -46,7 +55,7 @@ def test_attaching_and_detaching_ten_times_leaves_no_hooks_and_charges_every_ste
         model.zero_grad()
         assert traces(model) == before
     for one in found:
-        assert_equal(one, true_sum(never, CRITERION, rows))
+        assert_equal(one, true_sum(never_private, CRITERION, rows))
     assert engine.ledger.steps == 10
 
 
@@ -74,7 +83,7 @@ def test_wrapping_ten_times_in_compat_leaves_nothing(functorch):
 def test_a_wrapper_is_made_private_repeatedly_in_compat_and_engines_compose():
     model, (x, y) = mlp(), batch(20)
     wrapper, accountants = model, []
-    for _ in range(3):  # rounds of a federated loop, each with an engine of its own
+    for _ in range(3):  # rounds of a federated loop, each with its own engine
         engine = opacus().PrivacyEngine(accountant="rdp")
         plain = DataLoader(TensorDataset(x, y), batch_size=5)
         wrapper, optimizer, loader = engine.make_private(**arguments(wrapper, data_loader=plain, noise_multiplier=2.0))
@@ -90,13 +99,13 @@ def test_a_wrapper_is_made_private_repeatedly_in_compat_and_engines_compose():
     assert (sigma, rate, steps) == (2.0, pytest.approx(0.25), 12)
 
 
-WRAPPED = [api for api in COMPAT_APIS if not api.id.endswith("unwrapped")]
+WRAPPER_APIS = [api for api in COMPAT_APIS if not api.id.endswith("unwrapped")]
 
 
-@through_some(WRAPPED)
+@with_few_apis(WRAPPER_APIS)
 @pytest.mark.hazard("O48")
 def test_both_spellings_of_keys_load(api):
-    private, plain = opened(api), mlp()
+    private, plain = open_run(api), mlp()
     bare = {name: torch.randn_like(value) for name, value in plain.state_dict().items()}
     for state in (bare, {f"_module.{name}": value + 1 for name, value in bare.items()}):
         private.module.load_state_dict(state, strict=True)
@@ -107,10 +116,10 @@ def test_both_spellings_of_keys_load(api):
         private.module.load_state_dict({"_module.0.weight": bare["0.weight"]}, strict=True)
 
 
-@through_some([api for api in ALL_APIS if api not in WRAPPED])
+@with_few_apis([api for api in ALL_APIS if api not in WRAPPER_APIS])
 @pytest.mark.hazard("O48")
 def test_keys_are_those_of_the_users_model(api):
-    private, plain = opened(api), mlp()
+    private, plain = open_run(api), mlp()
     for name, value in plain.state_dict().items():
         plain.state_dict()[name].copy_(torch.randn_like(value))
     private.model.load_state_dict(plain.state_dict(), strict=True)
@@ -119,7 +128,7 @@ def test_keys_are_those_of_the_users_model(api):
     torch.testing.assert_close(private.model(batch()[0]), plain(batch()[0]))
 
 
-class Own(nn.Module):
+class CustomLayer(nn.Module):
     """Layer that uses the functional fallback."""
 
     def __init__(self):
@@ -140,14 +149,14 @@ def through_torch_save(thing):
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "save": through_torch_save}
 
 
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-@through_some(ALL_APIS, always={"default-auto", "compat-hooks"})
+@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
+@with_few_apis(ALL_APIS, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O48")
-def test_a_copy_of_a_private_model_runs_forward_and_backward(api, copied):
-    private, (x, y) = opened(api, nn.Sequential(mlp(), Own())), batch()
+def test_a_copy_of_a_private_model_runs_forward_and_backward(api, make_copy):
+    private, (x, y) = open_run(api, nn.Sequential(mlp(), CustomLayer())), batch()
     for _ in private.loader:
         private.step(x, y)
-    other = copied(private.model)
+    other = make_copy(private.model)
     other.zero_grad()
     private.optimizer.zero_grad()
     torch.testing.assert_close(other(x), private.model(x))
@@ -162,15 +171,15 @@ def test_a_copy_of_a_private_model_runs_forward_and_backward(api, copied):
             torch.testing.assert_close(p.grad_sample.double(), rows, rtol=1e-4, atol=1e-5)
         elif not prefix or api.mode == "no_op":  # a copy without an engine is an ordinary model
             torch.testing.assert_close(p.grad.double(), rows.mean(dim=0), rtol=1e-4, atol=1e-5)
-    for _ in private.loader:  # and what was copied goes on
+    for _ in private.loader:  # the original continues to train
         private.step(x, y)
     assert_equal(private.sum(), clipped_sum(truth, 1 - SLACK))
 
 
-@through_some(COMPAT_APIS, always={"compat-hooks"})
+@with_few_apis(COMPAT_APIS, always={"compat-hooks"})
 @pytest.mark.hazard("O48")
 def test_a_checkpoint_of_compat_is_resumed(api, tmp_path):
-    first, second = opened(api, noise_multiplier=1.0), opened(api, noise_multiplier=1.0)
+    first, second = open_run(api, noise_multiplier=1.0), open_run(api, noise_multiplier=1.0)
     rows = batch()
     for _ in first.loader:
         first.step(*rows)
@@ -179,8 +188,8 @@ def test_a_checkpoint_of_compat_is_resumed(api, tmp_path):
         path=tmp_path / "state.pt", module=module, optimizer=first.optimizer, checkpoint_dict={"epoch": 3}
     )
     other = second.module if module is first.module else second.bare
-    said = second.engine.load_checkpoint(path=tmp_path / "state.pt", module=other, optimizer=second.optimizer)
-    assert said["epoch"] == 3
+    loaded = second.engine.load_checkpoint(path=tmp_path / "state.pt", module=other, optimizer=second.optimizer)
+    assert loaded["epoch"] == 3
     assert second.engine.accountant.history == first.engine.accountant.history
     for name, value in first.bare.state_dict().items():
         assert torch.equal(value, second.bare.state_dict()[name])

@@ -11,9 +11,9 @@ from opacus_defects.apis import (
     assert_equal,
     fixed_loader,
     opacus,
-    through_some,
     trainable,
     true_sum,
+    with_few_apis,
 )
 from opacus_runs import arguments
 from torch import nn
@@ -43,7 +43,7 @@ REPAIRS = {
 }
 
 
-class Last(nn.Module):
+class LastStepModel(nn.Module):
     """Recurrent layer with a head on its last time step."""
 
     def __init__(self, layer, width):
@@ -58,7 +58,7 @@ class Last(nn.Module):
 @pytest.mark.hazard("O68")
 def test_fix_of_an_lstm_with_a_projection(repair):
     torch.manual_seed(1)
-    plain, x = Last(nn.LSTM(FEATURES, 6, batch_first=True, proj_size=2), 2), torch.randn(ROWS, 5, FEATURES)
+    plain, x = LastStepModel(nn.LSTM(FEATURES, 6, batch_first=True, proj_size=2), 2), torch.randn(ROWS, 5, FEATURES)
     fixed = REPAIRS[repair](plain)
     torch.testing.assert_close(fixed(x), plain(x))
     assert list(fixed.state_dict()) == list(plain.state_dict())
@@ -89,8 +89,8 @@ def grid(m, x):
     return m.second(torch.tanh(m.first(x))).mean(dim=(1, 2))
 
 
-class Bag(nn.Module):
-    """EmbeddingBag that is called with one of several forms of arguments."""
+class BagModel(nn.Module):
+    """Model that calls an EmbeddingBag with one of several forms of arguments."""
 
     def __init__(self, kind):
         super().__init__()
@@ -116,14 +116,14 @@ def words_and_weights():
 LAYERS = {
     "layer norm without a bias": (norm_without_bias, lambda: torch.randn(ROWS, FEATURES)),
     "linear on four axes": (grid, lambda: torch.randn(ROWS, 3, 2, FEATURES)),
-    "bag with 2d input": (lambda: Bag("2d"), words_and_weights),
-    "bag with keywords": (lambda: Bag("keywords"), words_and_weights),
-    "bag with offsets": (lambda: Bag("offsets"), words_and_weights),
+    "bag with 2d input": (lambda: BagModel("2d"), words_and_weights),
+    "bag with keywords": (lambda: BagModel("keywords"), words_and_weights),
+    "bag with offsets": (lambda: BagModel("offsets"), words_and_weights),
 }
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@through_some(LAYER_APIS)
+@with_few_apis(LAYER_APIS)
 @pytest.mark.hazard("O70", "O71", "O74")
 def test_layers_give_the_clipped_sum_of_a_loop_over_samples(api, name):
     make, inputs = LAYERS[name]
@@ -131,7 +131,7 @@ def test_layers_give_the_clipped_sum_of_a_loop_over_samples(api, name):
     assert_sum_is_right(api, make(), inputs())
 
 
-class Own(nn.Module):
+class CustomLayer(nn.Module):
     """Layer without a gradient rule that contains dropout."""
 
     def __init__(self, apply):
@@ -146,13 +146,13 @@ def from_the_left(x, weight):
     return (weight @ x.unsqueeze(-1)).squeeze(-1)
 
 
-@through_some(LAYER_APIS)
+@with_few_apis(LAYER_APIS)
 @pytest.mark.hazard("O72")
 def test_a_layer_without_a_rule_that_contains_dropout_is_exact_or_rejected_with_a_fix(api):
     x = torch.randn(ROWS, FEATURES)
     for apply in (F.linear, torch.matmul, from_the_left):
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(FEATURES, 6), Own(apply), nn.Linear(6, CLASSES))
+        model = nn.Sequential(nn.Linear(FEATURES, 6), CustomLayer(apply), nn.Linear(6, CLASSES))
         plain = copy.deepcopy(model)
         private = api.open(model, fixed_loader(ROWS), criterion=CRITERION, max_grad_norm=1e6)
         for _ in private.loader:
@@ -175,11 +175,11 @@ def test_a_layer_without_a_rule_that_contains_dropout_is_exact_or_rejected_with_
             assert_equal(private.sum(), {name: p.grad.double() * ROWS for name, p in plain.named_parameters()})
 
 
-@through_some(LAYER_APIS)
+@with_few_apis(LAYER_APIS)
 @pytest.mark.hazard("O73")
 def test_a_plain_rnn_is_exact(api):
     torch.manual_seed(1)
-    model, x = Last(nn.RNN(FEATURES, 6, batch_first=True), 6), torch.randn(ROWS, 5, FEATURES)
+    model, x = LastStepModel(nn.RNN(FEATURES, 6, batch_first=True), 6), torch.randn(ROWS, 5, FEATURES)
     if api.compat:
         validator = opacus("validators").ModuleValidator
         model = validator.fix(model)
