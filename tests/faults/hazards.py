@@ -1,11 +1,11 @@
-"""The hazards of a privacy engine, by id. A test of one is marked ``@pytest.mark.hazard(id)``."""
+"""The hazards of a privacy engine, by id. A test of a hazard is marked ``@pytest.mark.hazard(id)``."""
 
 HAZARDS = {
     # Sampling
     "S1": "shuffled or fixed-size batches are accounted as Poisson batches",
     "S2": "the sampler and the accountant use different rates",
     "S3": "inclusion is decided in float32, which shifts the probability",
-    "S4": "a number of steps loses one to rounding, as int(1 / (1 / n)) does",
+    "S4": "the number of steps is rounded down, as by int(1 / (1 / n))",
     "S5": "an empty batch is dropped, drawn again, or raises",
     "S6": "a random example stands in for an empty batch",
     "S7": "all ranks draw the same Poisson batch",
@@ -111,7 +111,7 @@ HAZARDS = {
     "B1": "noise multiplier out of range",
     "B2": "clipping norm out of range",
     "B3": "sampling rate out of range",
-    "B4": "number of steps or epochs that is no positive integer",
+    "B4": "number of steps or epochs that is not a positive integer",
     "B5": "delta out of range or too large for the data set",
     "B6": "target epsilon out of range or unreachable",
     "B7": "both a target epsilon and a noise multiplier, or neither",
@@ -160,7 +160,7 @@ HAZARDS = {
     "O29": "the modes disagree for token losses",
     "O30": "Embedding: padding_idx and scale_grad_by_freq are ignored",
     "O31": "batch-first attention mixes heads and time",
-    "O32": "recurrent layers drop out in the wrong place",
+    "O32": "recurrent layers apply dropout in the wrong place",
     "O33": "the replacement of a BatchNorm has groups of one value",
     "O34": "misspelled keywords are accepted",
     "O35": "an epoch loses a batch to rounding",

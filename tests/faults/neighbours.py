@@ -69,8 +69,8 @@ def influence(model, data, step=plain_step, *, whole=None, **options):
     whole = release_of(model, data, step, **options) if whole is None else whole
     assert whole.isfinite().all() and whole.norm() > 0  # a zero sum would not change
     with unprobed():  # the probe takes most of the time, and has already seen the full batch
-        parted = [whole - release_of(model, without(data, row), step, **options) for row in range(len(data[0]))]
-    return max(float(difference.norm()) for difference in parted)
+        differences = [whole - release_of(model, without(data, row), step, **options) for row in range(len(data[0]))]
+    return max(float(difference.norm()) for difference in differences)
 
 
 def truth_of(model, data, max_norm=1.0):

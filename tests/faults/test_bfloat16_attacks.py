@@ -18,7 +18,7 @@ ROWS = 8
 JUST_ABOVE = 1 + 2.0**-7  # multiplied by most factors, it is rounded by up to 2**-8
 
 
-def opposite(acts, grads):
+def opposite_pairs(acts, grads):
     """Pairs of positions whose inputs differ in the last bit, with opposite gradients."""
     acts, grads = acts.clone(), grads.clone()
     acts[:, 1::2] = acts[:, : acts.shape[1] // 2 * 2 : 2] * (1 + 2.0**-7)
@@ -26,14 +26,14 @@ def opposite(acts, grads):
     return acts, grads
 
 
-def dominated(acts, grads):
+def one_nonzero_column(acts, grads):
     """Output gradients with one nonzero entry, equal at all positions, as from a mean over positions."""
     grads = torch.zeros_like(grads)
     grads[..., 0] = JUST_ABOVE
     return acts, grads
 
 
-def alike(acts, grads):
+def equal_positions(acts, grads):
     return acts[:, :1].expand_as(acts), grads
 
 
@@ -43,10 +43,10 @@ def wide_range(acts, grads):
 
 ATTACKS = {
     "random": lambda acts, grads: (acts, grads),
-    "opposite": opposite,
-    "all-cancel": lambda acts, grads: (alike(acts, grads)[0], grads - grads.mean(dim=1, keepdim=True)),
-    "dominated": dominated,
-    "alike": alike,
+    "opposite": opposite_pairs,
+    "all-cancel": lambda acts, grads: (equal_positions(acts, grads)[0], grads - grads.mean(dim=1, keepdim=True)),
+    "dominated": one_nonzero_column,
+    "alike": equal_positions,
     "wide-range": wide_range,
     "tiny": lambda acts, grads: (acts * 2.0**-70, grads * 2.0**-66),
     "tiny-and-large": lambda acts, grads: (acts * 2.0**-80, grads * 2.0**28),
@@ -59,7 +59,7 @@ ATTACKS = {
 SHAPES = {"one": (1, 24, 40), "short": (6, 40, 24), "long": (300, 5, 7), "wide-head": (3, 8, 5000)}
 
 
-def made(attack, shape):
+def make_attack(attack, shape):
     torch.manual_seed(0)
     length, inside, outside = SHAPES[shape]
     acts, grads = ATTACKS[attack](torch.randn(ROWS, length, inside), torch.randn(ROWS, length, outside))
@@ -90,17 +90,17 @@ def contribution(acts, grads, bound):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_no_sample_exceeds_the_clipping_norm(attack, shape):
-    acts, grads = made(attack, shape)
+    acts, grads = make_attack(attack, shape)
     truth_B = true_norms(acts, grads)
     for i in range(ROWS):
-        for part in (0.9, 0.51, 1 / 3, 1e-3, 1e-9):  # of factors, whose products are rounded up or down
+        for part in (0.9, 0.51, 1 / 3, 1e-3, 1e-9):  # factors whose products are rounded up or down
             bound = part * float(truth_B[i])
             assert not bound or contribution(acts[i : i + 1], grads[i : i + 1], bound) <= 1 + 1e-6
 
 
 @pytest.mark.hazard("U2")
 def test_no_sample_exceeds_the_clipping_norm_if_rounding_undoes_a_cancellation():
-    """Searches pairs of numbers of opposite signs, of which one is rounded up and the other down."""
+    """Searches pairs of numbers with opposite signs such that one is rounded up and the other down."""
     torch.manual_seed(0)
     found = []
     for _ in range(300):
@@ -116,7 +116,7 @@ def test_no_sample_exceeds_the_clipping_norm_if_rounding_undoes_a_cancellation()
 @pytest.mark.hazard("U2")
 def test_no_factor_makes_a_sample_exceed_the_clipping_norm():
     """Searches clipping factors whose products with all entries are rounded up."""
-    acts, grads = (tensor[:1] for tensor in made("dominated", "short"))
+    acts, grads = (tensor[:1] for tensor in make_attack("dominated", "short"))
     truth = float(true_norms(acts, grads))
     found = [contribution(acts, grads, truth * part) for part in torch.linspace(0.4, 0.99, 400).tolist()]
     assert max(found) <= 1 + 1e-6
@@ -133,21 +133,21 @@ def test_norms_are_not_low_if_each_product_has_the_largest_error(attack, shape, 
     exact = bfloat16.product
 
     def wrong(left, right, out=None):
-        error = (0.75 * left.shape[2] + 8) * 2.0**-23  # of note [bfloat16 products]
+        error = (0.75 * left.shape[2] + 8) * 2.0**-23  # as in note [bfloat16 products]
         found = exact(left, right) + sign * error * exact(left.abs(), right.abs())
         return found if out is None else out.copy_(found)
 
     monkeypatch.setattr(bfloat16, "product", wrong)
-    acts, grads = made(attack, shape)
+    acts, grads = make_attack(attack, shape)
     found_B = bfloat16.gram_sq_norm((grads, acts)).sqrt()
     parts_B = (acts.double().norm(dim=2) * grads.double().norm(dim=2)).sum(dim=1)
-    lost_B = (0.75 * acts.shape[1] + 8) * 2.0**-23 * parts_B  # by the sum over positions
+    lost_B = (0.75 * acts.shape[1] + 8) * 2.0**-23 * parts_B  # error of the sum over positions
     assert (found_B >= true_norms(acts, grads) + lost_B).all()
 
 
 @pytest.mark.parametrize("shape", ["one", "short", "wide-head"])
 def test_an_ordinary_sample_is_not_scaled_down(shape):
-    acts, grads = made("random", shape)
+    acts, grads = make_attack("random", shape)
     truth_B = true_norms(acts, grads)
     for i in range(ROWS):
         kept = contribution(acts[i : i + 1], grads[i : i + 1], 0.37 * float(truth_B[i]))
@@ -155,7 +155,7 @@ def test_an_ordinary_sample_is_not_scaled_down(shape):
 
 
 def test_a_sample_with_positions_that_are_too_large_is_dropped():
-    acts, grads = made("too-large", "short")
+    acts, grads = make_attack("too-large", "short")
     norm_B = entry_of(acts, grads).sq_norm(GRAM, ROWS, Scratch()).sqrt()
     assert not norm_B.isfinite().any()
     assert not Flat(1.0).factors(norm_B.unsqueeze(1)).any()
@@ -163,7 +163,7 @@ def test_a_sample_with_positions_that_are_too_large_is_dropped():
 
 @pytest.mark.parametrize("bound", [torch.inf, torch.nan])
 def test_a_sample_whose_bound_after_rounding_is_not_finite_contributes_zero(bound, monkeypatch):
-    acts, grads = made("random", "short")
+    acts, grads = make_attack("random", "short")
     norms = bfloat16.GramNorms.of([(grads, acts)])
     bounds = torch.ones(1, ROWS)
     bounds[0, 0] = bound
@@ -173,7 +173,7 @@ def test_a_sample_whose_bound_after_rounding_is_not_finite_contributes_zero(boun
 
 
 def test_a_dropped_sample_does_not_change_the_others():
-    acts, grads = made("random", "short")
+    acts, grads = make_attack("random", "short")
     grads[2] = float("nan")
     one = entry_of(acts, grads)
     one.sq_norm(GRAM, ROWS, Scratch())
@@ -189,8 +189,8 @@ def test_a_dropped_sample_does_not_change_the_others():
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_parameters_of_one_shape_have_the_norms_and_sums_of_separate_parameters(shared):
-    acts, grads = made("random", "short")
-    other_acts, other_grads = made("wide-range", "short")
+    acts, grads = make_attack("random", "short")
+    other_acts, other_grads = make_attack("wide-range", "short")
     pairs = [(grads, acts), (other_grads, acts if shared else other_acts), (grads.flip(0), acts)]
     assert list(bfloat16.groups_for_grams(pairs)) == [[0, 1, 2]]
     norms = bfloat16.GramNorms.of(pairs)

@@ -14,7 +14,7 @@ from dpengine.errors import BufferUpdateError
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 
 
-class Keeps(nn.Module):
+class ModelWithWrites(nn.Module):
     """Model that writes its own buffer, without a torch layer that does so."""
 
     def __init__(self, write, *, start=None, persistent=True):
@@ -53,11 +53,11 @@ def grown(model, inputs):
     model.kept = torch.cat([model.kept, inputs.flatten()])
 
 
-def one_place(model, inputs):
+def one_entry(model, inputs):
     model.kept[1] = inputs[0, 1] if len(inputs) else 1.0
 
 
-def made(model, inputs):
+def registered(model, inputs):
     if "later" not in model._buffers:
         model.register_buffer("later", inputs.sum(dim=0))
 
@@ -66,18 +66,18 @@ def removed(model, inputs):
     model.kept = None
 
 
-def of_a_child(model, inputs):
+def registered_on_a_child(model, inputs):
     if not hasattr(model.net[1], "seen"):
         model.net[1].register_buffer("seen", inputs.sum(dim=0))
 
 
-def count_rows(model, inputs):
+def count_samples(model, inputs):
     model.kept += len(inputs)
 
 
 WRITES = [
-    in_place, replaced, through_data, data_replaced, without_grad, grown, one_place, made, removed, of_a_child,
-    count_rows,
+    in_place, replaced, through_data, data_replaced, without_grad, grown, one_entry, registered, removed,
+    registered_on_a_child, count_samples,
 ]  # fmt: skip
 
 
@@ -85,25 +85,31 @@ def count_calls(model, inputs):
     model.kept += 1
 
 
-def count_calls_anew(model, inputs):
+def count_calls_out_of_place(model, inputs):
     model.kept = model.kept + 1
 
 
-def same_again(model, inputs):
+def equal_values(model, inputs):
     model.kept.fill_(3.0)
     model.kept.zero_()
 
 
-def moved(model, inputs):
+def cast_and_back(model, inputs):
     model.kept = model.kept.to(torch.float64).to(torch.float32)
 
 
-def nothing(model, inputs):
+def no_write(model, inputs):
     assert model.kept is not None
 
 
 COUNTER = torch.zeros((), dtype=torch.long)
-HARMLESS = [(count_calls, COUNTER), (count_calls_anew, COUNTER), (same_again, None), (moved, None), (nothing, None)]
+HARMLESS = [
+    (count_calls, COUNTER),
+    (count_calls_out_of_place, COUNTER),
+    (equal_values, None),
+    (cast_and_back, None),
+    (no_write, None),
+]
 
 
 def watched_pass(watch, model, inputs):
@@ -112,7 +118,7 @@ def watched_pass(watch, model, inputs):
     watch.check_not_written()
 
 
-@pytest.mark.parametrize("write", [in_place, replaced, made, removed], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", [in_place, replaced, registered, removed], ids=lambda write: write.__name__)
 @pytest.mark.hazard("M3")
 def test_a_buffer_write_in_a_later_pass_is_found(write):
     calls = []
@@ -122,11 +128,11 @@ def test_a_buffer_write_in_a_later_pass_is_found(write):
         if len(calls) > 6:
             write(model, inputs)
 
-    model = Keeps(late)
+    model = ModelWithWrites(late)
     watch = BufferWatch(ModuleTables(model))
     for _ in range(6):
         watched_pass(watch, model, tensors()[0])
-    with pytest.raises(BufferUpdateError, match="'later'" if write is made else "'kept'"):
+    with pytest.raises(BufferUpdateError, match="'later'" if write is registered else "'kept'"):
         watched_pass(watch, model, tensors()[0])
 
 
@@ -139,7 +145,7 @@ def test_writes_that_do_not_change_the_version_are_found_at_the_next_comparison_
         if len(calls) > 4:
             through_data(model, len(calls) * inputs)
 
-    model = Keeps(late)
+    model = ModelWithWrites(late)
     watch = BufferWatch(ModuleTables(model))
     with pytest.raises(BufferUpdateError, match="'kept'"):
         for _ in range(8):
@@ -149,7 +155,7 @@ def test_writes_that_do_not_change_the_version_are_found_at_the_next_comparison_
 
 @pytest.mark.hazard("M3")
 def test_put_back_restores_buffers_after_an_interrupted_pass():
-    model = Keeps(in_place)
+    model = ModelWithWrites(in_place)
     watch = BufferWatch(ModuleTables(model))
     watch.note()
     with pytest.raises(RuntimeError):
@@ -160,7 +166,7 @@ def test_put_back_restores_buffers_after_an_interrupted_pass():
 
 @pytest.mark.hazard("M3")
 def test_changes_between_passes_are_accepted():
-    model = Keeps(nothing)
+    model = ModelWithWrites(no_write)
     watch = BufferWatch(ModuleTables(model))
     for value in (1.0, 2.0, 3.0, 4.0):
         model.kept.fill_(value)
@@ -172,7 +178,7 @@ def test_changes_between_passes_are_accepted():
 
 @pytest.mark.hazard("M3")
 def test_an_unmodified_nan_buffer_is_accepted():
-    model = Keeps(nothing, start=torch.tensor([float("nan"), 1.0]))
+    model = ModelWithWrites(no_write, start=torch.tensor([float("nan"), 1.0]))
     watched_pass(BufferWatch(ModuleTables(model)), model, tensors()[0])
 
 
@@ -185,9 +191,9 @@ def test_an_unmodified_nan_buffer_is_accepted():
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 @pytest.mark.hazard("M3")
 def test_a_buffer_that_is_written_in_any_form_is_rejected_and_restored(mode, write, persistent):
-    model = Keeps(write, persistent=persistent, start=COUNTER.clone() if write is count_rows else None)
+    model = ModelWithWrites(write, persistent=persistent, start=COUNTER.clone() if write is count_samples else None)
     before = {name: value.clone() for name, value in model.named_buffers()}
-    name = {made: "later", of_a_child: "net.1.seen"}.get(write, "kept")
+    name = {registered: "later", registered_on_a_child: "net.1.seen"}.get(write, "kept")
     engine, model, optimizer, loader = private(model, tensors(), mode=mode, noise_multiplier=1.0)
     with pytest.raises(BufferUpdateError, match=rf"DPE026.*Buffer '{name}'.*without noise"):
         plain_step(model, optimizer, *next(iter(loader)))
@@ -203,7 +209,7 @@ def test_a_buffer_that_is_written_in_any_form_is_rejected_and_restored(mode, wri
 @pytest.mark.parametrize("mode", ["auto", "functorch", "ghost"])
 @pytest.mark.hazard("M3")
 def test_writes_that_do_not_depend_on_the_batch_are_accepted(mode, write, start):
-    model = Keeps(write, start=None if start is None else start.clone())
+    model = ModelWithWrites(write, start=None if start is None else start.clone())
     _, model, optimizer, loader = private(model, tensors(), mode=mode)
     for _ in range(9):
         for batch in loader:
@@ -212,10 +218,10 @@ def test_writes_that_do_not_depend_on_the_batch_are_accepted(mode, write, start)
 
 @pytest.mark.hazard("M3")
 def test_an_evaluation_may_write_buffers():
-    _, model, optimizer, loader = private(Keeps(in_place), tensors())
+    _, model, optimizer, loader = private(ModelWithWrites(in_place), tensors())
     model.eval()
     F.cross_entropy(model(tensors()[0]), torch.zeros(6, dtype=torch.long) % CLASSES)
-    model.write = nothing
+    model.write = no_write
     model.train()
     for batch in loader:
         plain_step(model, optimizer, *batch)
@@ -223,7 +229,7 @@ def test_an_evaluation_may_write_buffers():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_a_write_to_a_large_parameter_that_bypasses_its_version_is_found_by_its_digest(dtype):
-    class Writes(nn.Module):
+    class ParameterWriter(nn.Module):
         def __init__(self):
             super().__init__()
             self.weight, self.writes = nn.Parameter(torch.randn(300, 300, dtype=dtype)), False
@@ -233,7 +239,7 @@ def test_a_write_to_a_large_parameter_that_bypasses_its_version_is_found_by_its_
                 self.weight.data[7, 3] += 0.5
             return inputs @ self.weight
 
-    model = Writes()
+    model = ParameterWriter()
     watch = BufferWatch(ModuleTables(model))
     for writes in (False, True):
         model.writes = writes

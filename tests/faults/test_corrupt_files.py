@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from faults.broken_files import bent, exchanged
+from faults.broken_files import damage_bytes, damage_tree
 from faults.neighbours import mlp, private, tensors
 from plans import CONFIGS
 
@@ -20,7 +20,7 @@ from dpengine.errors import CorruptFileError, LedgerError, PrivacyWarning
 from dpengine.plan import DPSGDConfig
 from dpengine.report import PrivacyReport
 
-CODE = {
+CODE_EVENTS = {
     "exec",
     "compile",
     "os.system",
@@ -32,7 +32,7 @@ CODE = {
 }
 
 
-class _Watch:
+class _AuditRecorder:
     """Records audit events of code execution while it is active."""
 
     def __init__(self):
@@ -40,16 +40,16 @@ class _Watch:
         sys.addaudithook(self._record)  # hooks cannot be removed
 
     def _record(self, event, args):
-        if self.on and event in CODE:
+        if self.on and event in CODE_EVENTS:
             self.seen.append((event, str(args)[:100]))
 
 
 @pytest.fixture(scope="module")
 def watch():
-    return _Watch()
+    return _AuditRecorder()
 
 
-def of_tensors(folder):
+def tensor_file(folder):
     """Returns the bytes of a tensor file, a reader, and the error of damaged files."""
     path = folder / "x.safetensors"
     parts = {"w": tensor_files.Shard(torch.ones(2, 3), (0, 0)), "b": tensor_files.Shard(torch.arange(4))}
@@ -63,14 +63,14 @@ def of_tensors(folder):
     return path.read_bytes(), read, CorruptFileError
 
 
-def of_state(folder):
+def state_file(folder):
     state = {"source": {"key": "00" * 32, "incarnation": 3}, "last_step": 4, "noise": {"slices": {0: torch.ones(2)}},
              "clipping": (1.0, float("inf")), "examples": [None, "ab"]}  # fmt: skip
     plain, tensors = split_tensors(state, "run")
     return json.dumps(plain).encode(), lambda data: join_tensors(parsed(data), tensors), CorruptFileError
 
 
-def charged():
+def ledger_state():
     ledger = Ledger()
     ledger.charge(PoissonGaussianEvent(0.01, 1.5), count=30)
     ledger.charge(GaussianEvent(4.0), count=2, kind="void")
@@ -78,28 +78,28 @@ def charged():
     return ledger.state_dict()
 
 
-def of_ledger(folder):
-    return json.dumps(charged()).encode(), lambda data: Ledger().load_state_dict(parsed(data)), LedgerError
+def ledger_file(folder):
+    return json.dumps(ledger_state()).encode(), lambda data: Ledger().load_state_dict(parsed(data)), LedgerError
 
 
-def of_engine(folder):
-    whole = json.dumps({"ledger": charged(), "delta": 1e-5}).encode()
+def engine_file(folder):
+    whole = json.dumps({"ledger": ledger_state(), "delta": 1e-5}).encode()
     return whole, lambda data: PrivacyEngine().load_state_dict(parsed(data)), LedgerError
 
 
-def of_plan(folder):
+def plan_file(folder):
     return CONFIGS["independent"].to_json().encode(), lambda data: DPSGDConfig.from_json(as_text(data)), ValueError
 
 
-def of_report(folder):
+def report_file(folder):
     engine = private(mlp(), tensors(), noise_multiplier=1.0)[0]
     text = engine.report().to_json()
     return text.encode(), lambda data: PrivacyReport.from_json(as_text(data)), CorruptFileError
 
 
-def of_sealed_report(folder):
-    """Returns the same for a report whose digest is recomputed after the damage."""
-    whole, read, rejection = of_report(folder)
+def report_file_with_new_digest(folder):
+    """Returns the bytes of a report, a reader that recomputes the digest of the damaged report, and the error."""
+    whole, read, rejection = report_file(folder)
     document = json.loads(whole)
     document.pop("digest")
 
@@ -128,18 +128,18 @@ def parsed(data):
         raise NotJson from error
 
 
-READERS = {  # with the number of files of the nightly run; only those of tensors are written to disk
-    "tensors": (of_tensors, 10_000),
-    "state": (of_state, 22_000),
-    "ledger": (of_ledger, 22_000),
-    "engine": (of_engine, 20_000),
-    "plan": (of_plan, 20_000),
-    "report": (of_report, 5_000),
-    "sealed report": (of_sealed_report, 1_000),
+READERS = {  # and the number of files in the nightly run; only tensor files are written to disk
+    "tensors": (tensor_file, 10_000),
+    "state": (state_file, 22_000),
+    "ledger": (ledger_file, 22_000),
+    "engine": (engine_file, 20_000),
+    "plan": (plan_file, 20_000),
+    "report": (report_file, 5_000),
+    "sealed report": (report_file_with_new_digest, 1_000),
 }
 
 
-def attack(name, folder, watch, count):
+def read_damaged_files(name, folder, watch, count):
     """Reads ``count`` damaged files; returns the numbers of rejected, readable and non-JSON files."""
     whole, read, rejection = READERS[name][0](folder)
     choose, tree = random.Random(name), None if name == "tensors" else json.loads(whole)
@@ -150,9 +150,9 @@ def attack(name, folder, watch, count):
         watch.seen.clear()
         for number in range(count):
             if tree is None or choose.random() < 0.5:
-                data = bent(choose, whole)
+                data = damage_bytes(choose, whole)
             else:
-                data = json.dumps(exchanged(choose, json.loads(whole))).encode()
+                data = json.dumps(damage_tree(choose, json.loads(whole))).encode()
             watch.on = True
             try:
                 read(data)
@@ -173,7 +173,7 @@ def attack(name, folder, watch, count):
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.hazard("P5")
 def test_300_corrupt_files_are_rejected_or_read(tmp_path, watch, name):
-    found = attack(name, tmp_path, watch, 300)
+    found = read_damaged_files(name, tmp_path, watch, 300)
     assert found["rejected"] > 50
 
 
@@ -182,7 +182,7 @@ def test_300_corrupt_files_are_rejected_or_read(tmp_path, watch, name):
 @pytest.mark.hazard("P5")
 def test_100_000_corrupt_files_are_rejected_or_read(tmp_path, watch, name):
     count = READERS[name][1]
-    found = attack(name, tmp_path, watch, count)
+    found = read_damaged_files(name, tmp_path, watch, count)
     assert sum(found.values()) == count and found["rejected"] > count / 5
     assert sum(count for _, count in READERS.values()) >= 100_000
 

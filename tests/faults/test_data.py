@@ -57,18 +57,18 @@ POISON = [math.nan, math.inf, -math.inf, 1e38, -1e38, 1e30, 1e19, 3e-39, 0.0]
 )
 def mixed_model(m, inputs):
     """Embedding, convolution, layer norm and GRU, all applied to the same inputs."""
-    places = inputs.nan_to_num(0, 0, 0).clamp(0, 4).long()
-    mixed = m.table(places) + m.conv(inputs.unsqueeze(1)).transpose(1, 2)
+    positions = inputs.nan_to_num(0, 0, 0).clamp(0, 4).long()
+    mixed = m.table(positions) + m.conv(inputs.unsqueeze(1)).transpose(1, 2)
     return m.head(m.gru(m.norm(mixed))[0][:, -1])
 
 
-def fuzzed(choose, rows):
+def poisoned_data(choose, rows):
     inputs, targets = tensors(rows=rows)
     inputs = inputs.clone()
     for row in range(rows):
         if choose.random() < 0.5:
-            for place in choose.sample(range(FEATURES), choose.randrange(1, FEATURES + 1)):
-                inputs[row, place] = choose.choice(POISON)
+            for position in choose.sample(range(FEATURES), choose.randrange(1, FEATURES + 1)):
+                inputs[row, position] = choose.choice(POISON)
     return inputs, targets
 
 
@@ -79,9 +79,9 @@ def fuzzed(choose, rows):
 def test_no_sample_makes_a_weight_infinite_or_exceeds_the_clipping_norm(mode, make):
     choose = random.Random(1)
     for _ in range(4):
-        data = fuzzed(choose, 6)
+        data = poisoned_data(choose, 6)
         assert influence(make(), data, mode=mode) <= 1 + ROUNDING
-    _, model, optimizer, loader = private(make(), fuzzed(choose, 60), mode=mode, noise_multiplier=1.0)
+    _, model, optimizer, loader = private(make(), poisoned_data(choose, 60), mode=mode, noise_multiplier=1.0)
     for _ in range(3):
         for batch in loader:
             plain_step(model, optimizer, *batch)
@@ -89,7 +89,7 @@ def test_no_sample_makes_a_weight_infinite_or_exceeds_the_clipping_norm(mode, ma
 
 
 @model_of(lambda: {"net": mlp()})
-def scored(m, inputs, targets):
+def model_with_loss(m, inputs, targets):
     return F.cross_entropy(m.net(inputs), targets)
 
 
@@ -105,13 +105,13 @@ def test_a_nan_sample_of_a_model_that_returns_its_loss_is_dropped(mode):
 
     inputs, targets = tensors()
     rest = [i for i in range(6) if i != 2]
-    expected = release_of(scored(), (inputs[rest], targets[rest]), step, mode=mode)
+    expected = release_of(model_with_loss(), (inputs[rest], targets[rest]), step, mode=mode)
     inputs[2] = math.nan
-    found = release_of(scored(), (inputs, targets), step, mode=mode)
+    found = release_of(model_with_loss(), (inputs, targets), step, mode=mode)
     assert float((found - expected).norm() / expected.norm()) < 1e-5
 
 
-class Broken(Dataset):
+class WithUndecodableExample(Dataset):
     """Data set in which one example cannot be decoded."""
 
     def __init__(self):
@@ -126,13 +126,15 @@ class Broken(Dataset):
         return self.inputs[index], self.targets[index]
 
 
-@pytest.mark.xfail(strict=True, raises=OSError, reason="an error in the data set ends the pass, which shows the row")
+@pytest.mark.xfail(
+    strict=True, raises=OSError, reason="an error in the data set ends the pass, which reveals the example"
+)
 @pytest.mark.hazard("D5")
 def test_an_example_that_cannot_be_decoded_is_dropped():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine = PrivacyEngine(seed=0)
-    loader = DataLoader(Broken(), batch_size=6)
+    loader = DataLoader(WithUndecodableExample(), batch_size=6)
     model, optimizer, loader = engine.make_private(model, optimizer, loader, noise_multiplier=1.0)
     for batch in loader:
         plain_step(model, optimizer, *batch)

@@ -39,19 +39,19 @@ def names_by_id(files, root):
 
 
 @functools.cache
-def of_all_tests():
+def tests_by_hazard():
     return names_by_id(sorted(TESTS.rglob("test_*.py")), TESTS)
 
 
 def page():
-    found = of_all_tests()
+    found = tests_by_hazard()
     files = {id: sorted({name.partition("::")[0] for name in names}) for id, names in found.items()}
     rows = [f"| {id} | {text} | {', '.join(f'`{file}`' for file in files[id])} |\n" for id, text in HAZARDS.items()]
     return INTRODUCTION + "".join(rows)
 
 
 def test_every_hazard_has_a_test_and_every_id_is_that_of_a_hazard():
-    found = of_all_tests()
+    found = tests_by_hazard()
     assert {id: hazard for id, hazard in HAZARDS.items() if id not in found} == {}
     assert {id: names for id, names in found.items() if id not in HAZARDS} == {}
 

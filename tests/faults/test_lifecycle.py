@@ -239,7 +239,7 @@ def test_nothing_that_depends_on_samples_is_logged_or_printed(caplog, capsys):
     assert f"{inside.state(loop.engine).largest_norm}" not in public and sizes
 
 
-# Hooks that went away
+# Removed hooks
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])

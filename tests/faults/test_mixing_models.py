@@ -29,10 +29,10 @@ from dpengine.errors import PrivacyWarning, UnsupportedLayerError
 pytestmark = pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
 
 
-class Between(nn.Module):
+class ModelWithOperation(nn.Module):
     """Model with an operation between its two layers."""
 
-    def __init__(self, between, *, time=None, width=8, bare=True):
+    def __init__(self, between, *, time=None, width=8):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(FEATURES, width), nn.Linear(width, width)
@@ -50,7 +50,7 @@ def sorted_rows(hidden, layer):
     return torch.tanh(layer(hidden[order]))[order.argsort()]
 
 
-def sorted_and_left(hidden, layer):
+def sorted_without_restoring(hidden, layer):
     return torch.tanh(layer(hidden[hidden[:, 0].argsort()]))
 
 
@@ -58,17 +58,17 @@ def flipped(hidden, layer):
     return torch.tanh(layer(hidden.flip(0))).flip(0)
 
 
-def neighbours_swapped(hidden, layer):
+def neighbors_swapped(hidden, layer):
     order = torch.arange(len(hidden)) ^ 1
     order = order.clamp(max=len(hidden) - 1) if len(hidden) % 2 == 0 else torch.arange(len(hidden)).roll(1)
     return torch.tanh(layer(hidden[order]))[order.argsort()]
 
 
-def centred(hidden, layer):
+def centered(hidden, layer):
     return torch.tanh(layer(hidden - hidden.mean(dim=0)))
 
 
-def centred_without_gradient(hidden, layer):
+def centered_without_gradient(hidden, layer):
     return torch.tanh(layer(hidden - hidden.mean(dim=0).detach()))
 
 
@@ -84,7 +84,7 @@ def attention_over_rows(hidden, layer):
     return layer((hidden @ hidden.T).softmax(dim=1) @ hidden)
 
 
-def partner(hidden, layer):
+def product_with_partner(hidden, layer):
     return torch.tanh(layer(hidden) * layer(hidden.flip(0)))
 
 
@@ -113,13 +113,13 @@ def time_first(hidden, layer):
 
 
 PLANTED = [
-    sorted_rows, sorted_and_left, flipped, neighbours_swapped, centred, centred_without_gradient, batch_norm,
-    softmax_over_rows, attention_over_rows, partner, balanced_experts, best_of_the_batch,
+    sorted_rows, sorted_without_restoring, flipped, neighbors_swapped, centered, centered_without_gradient, batch_norm,
+    softmax_over_rows, attention_over_rows, product_with_partner, balanced_experts, best_of_the_batch,
 ]  # fmt: skip
 WITH_TIME = [time_first, memory_order]
 
 
-class Scored(nn.Module):
+class ModelWithLoss(nn.Module):
     """Model that computes its loss."""
 
     def __init__(self, model):
@@ -141,10 +141,12 @@ def step_on_inner_loss(model, optimizer, inputs, targets):
 @pytest.mark.parametrize("inner_loss", [False, True], ids=["outer-loss", "inner-loss"])
 @pytest.mark.hazard("M2")
 def test_every_planted_operation_is_found(between, inner_loss):
-    model = Between(between, time=6 if between in WITH_TIME else None)
+    model = ModelWithOperation(between, time=6 if between in WITH_TIME else None)
     data = tensors(*model.shape)
-    model, step = (Scored(model), step_on_inner_loss) if inner_loss else (model, plain_step)
-    mode = "hooks" if between is time_first else "auto"  # in which each sample is run alone through this model
+    model, step = (ModelWithLoss(model), step_on_inner_loss) if inner_loss else (model, plain_step)
+    mode = (
+        "hooks" if between is time_first else "auto"
+    )  # mode auto accepts time_first, because it runs each sample alone
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*does not keep the samples of a batch independent"):
         release_of(model, data, step, mode=mode)
 
@@ -156,18 +158,21 @@ def test_a_kernel_of_torch_that_mixes_gradients_is_found():
     weights = torch.randn_like(outputs)
     grads = [
         torch.autograd.grad((outputs * weights * other).sum(), hidden, retain_graph=True)[0][0]
-        for other in (1.0, torch.tensor([[1.0], [9.0]]))  # of which the gradient of sample 0 must not depend
+        for other in (
+            1.0,
+            torch.tensor([[1.0], [9.0]]),
+        )  # weights of sample 1, which must not affect the gradient of sample 0
     ]
     if torch.allclose(*grads):
         pytest.skip("this build of torch has the correct kernel")
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*does not keep the samples of a batch independent"):
-        release_of(Between(transposed_gradient_of_instance_norm), tensors(FEATURES), plain_step)
+        release_of(ModelWithOperation(transposed_gradient_of_instance_norm), tensors(FEATURES), plain_step)
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE028")
 @pytest.mark.hazard("M2")
 def test_as_many_time_steps_as_samples_are_distinguished_in_the_default_mode():
-    model = Between(time_first, time=6)
+    model = ModelWithOperation(time_first, time=6)
     assert_right(model, tensors(*model.shape))
 
 
@@ -175,8 +180,8 @@ def test_as_many_time_steps_as_samples_are_distinguished_in_the_default_mode():
 @pytest.mark.parametrize("between", [sorted_rows, flipped])
 def test_reordering_that_the_model_undoes_is_rejected_but_accepted_by_whole_model(between):
     with pytest.raises(UnsupportedLayerError, match=r"restores it later trains with grad_sample_mode='whole_model'"):
-        release_of(Between(between), tensors())
-    assert_right(Between(between), tensors(), mode="whole_model")
+        release_of(ModelWithOperation(between), tensors())
+    assert_right(ModelWithOperation(between), tensors(), mode="whole_model")
 
 
 def scaled_without_gradient(hidden, layer):
@@ -191,21 +196,21 @@ def test_a_maximum_over_the_batch_is_found_in_each_sample():
         longest = inputs.clone()
         longest[row] *= 10
         with pytest.raises(UnsupportedLayerError, match="samples of a batch independent"):
-            release_of(Between(scaled_without_gradient), (longest, targets))
+            release_of(ModelWithOperation(scaled_without_gradient), (longest, targets))
 
 
 @pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("between", [sorted_rows, centred_without_gradient])
+@pytest.mark.parametrize("between", [sorted_rows, centered_without_gradient])
 @pytest.mark.hazard("M2")
 def test_every_mode_is_probed(between, mode):
     with pytest.raises(UnsupportedLayerError, match="samples of a batch independent"):
-        release_of(Between(between), tensors(), mode=mode)
+        release_of(ModelWithOperation(between), tensors(), mode=mode)
 
 
 @pytest.mark.hazard("M2")
 def test_the_layer_that_mixes_samples_is_named_and_nothing_is_released():
-    model = Between(flipped)
+    model = ModelWithOperation(flipped)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     engine, model, optimizer, loader = private(model, tensors(), noise_multiplier=1.0)
     with pytest.raises(UnsupportedLayerError, match=r"most for 'second\.(weight|bias)'"):
@@ -219,7 +224,7 @@ def test_the_layer_that_mixes_samples_is_named_and_nothing_is_released():
 
 
 @model_of(lambda: {"net": mlp()})
-def sorting(m, inputs):
+def sorting_model(m, inputs):
     """Sorts the samples before all layers and restores their order, so that all layers use the same order."""
     order = inputs[:, 0].argsort()
     return m.net(inputs[order])[order.argsort()]
@@ -250,7 +255,7 @@ def time_major(m, inputs):
     return m.head(m.lstm(inputs)[0].mean(dim=0))
 
 
-class Cached(nn.Module):
+class CachingModel(nn.Module):
     """Stores its attention weights, counts its calls, and shares a mask and position embeddings."""
 
     def __init__(self):
@@ -276,10 +281,10 @@ class Cached(nn.Module):
     [
         (mlp, ()),
         (lambda: nn.Sequential(mlp(), nn.Dropout(0.5)), ()),
-        (sorting, ()),
+        (sorting_model, ()),
         (packed_model, (5, FEATURES)),
         (trimmed_model, (5, FEATURES)),
-        (Cached, (5, FEATURES)),
+        (CachingModel, (5, FEATURES)),
     ],
     ids=["mlp", "dropout", "sorted-at-entry", "packed", "trimmed", "cached"],
 )
@@ -291,13 +296,15 @@ def test_models_that_keep_samples_independent_are_accepted(make, shape, mode):
         assert release_of(make(), tensors(*shape), mode=mode).norm() > 0
 
 
-@pytest.mark.parametrize("make", [mlp, sorting, packed_model], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [mlp, sorting_model, packed_model], ids=lambda make: make.__name__)
 @pytest.mark.hazard("M2")
 def test_models_that_return_their_loss_are_accepted(make):
     shape = (5, FEATURES) if make is packed_model else ()
-    if make is sorting:
-        pytest.skip("with the loss inside, an order of its own cannot be told from mixing: it is refused")
-    assert release_of(Scored(make()), tensors(*shape), step_on_inner_loss).norm() > 0
+    if make is sorting_model:
+        pytest.skip(
+            "with its own loss, a model that reorders samples cannot be distinguished from mixing and is rejected"
+        )
+    assert release_of(ModelWithLoss(make()), tensors(*shape), step_on_inner_loss).norm() > 0
 
 
 @pytest.mark.hazard("M2")
@@ -310,7 +317,7 @@ def test_the_batch_on_axis_1_is_probed_there():
     assert release_of(time_major(), (inputs, targets), step, batch_first=False).norm() > 0
 
 
-# What a probe leaves behind
+# State after a probe
 
 
 @pytest.mark.hazard("M2")
@@ -318,15 +325,15 @@ def test_a_probe_changes_nothing(monkeypatch):
     def run(every):
         set_probe_interval(monkeypatch, every)
         torch.manual_seed(3)
-        model = Cached()
+        model = CachingModel()
         released = release_of(model, tensors(5, FEATURES))
         return released, torch.rand(3)
 
-    asked = record_probes(monkeypatch)
+    probed_sizes = record_probes(monkeypatch)
     with_probe, random_after = run(500)
     record_probes(monkeypatch, ask=False)
     without_probe, random_without = run(500)
-    assert len(asked) == 1
+    assert len(probed_sizes) == 1
     assert torch.equal(with_probe, without_probe)
     assert torch.equal(random_after, random_without)
 
@@ -334,23 +341,23 @@ def test_a_probe_changes_nothing(monkeypatch):
 @pytest.mark.hazard("M2")
 def test_a_probe_restores_buffers_and_attributes(monkeypatch):
     def after_a_step():
-        _, model, optimizer, loader = private(Cached(), tensors(5, FEATURES))
+        _, model, optimizer, loader = private(CachingModel(), tensors(5, FEATURES))
         torch.manual_seed(3)
         inputs, targets = next(iter(loader))
         outputs = model(inputs)
-        last = model.last  # an equal one would not do: the last pass of a probe may be on the batch itself
+        last = model.last  # compared by identity, because a probe may end with a pass over this batch
         F.cross_entropy(outputs, targets).backward()
         optimizer.step()
         assert model.last is last
         return model
 
-    asked = record_probes(monkeypatch)
+    probed_sizes = record_probes(monkeypatch)
     probed = after_a_step()
     record_probes(monkeypatch, ask=False)
     plain = after_a_step()
-    assert len(asked) == 1
+    assert len(probed_sizes) == 1
     assert int(probed.calls) == int(plain.calls) == 1
-    assert list(probed.state_dict()) == list(Cached().state_dict())
+    assert list(probed.state_dict()) == list(CachingModel().state_dict())
     assert torch.equal(probed.last, plain.last)
     assert vars(probed).keys() == vars(plain).keys()
     assert probed.training
@@ -372,33 +379,33 @@ def test_probes_repeat_with_other_samples(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.hazard("M2")
 def test_the_schedule_of_probes(monkeypatch):
-    probed_at, asked = [], record_probes(monkeypatch, ask=False)
+    probed_at, probed_sizes = [], record_probes(monkeypatch, ask=False)
     _, model, optimizer, loader = private(mlp(), tensors())
     steps = []
     while len(steps) < 1020:
         for batch in loader:
             steps.append(len(batch[0]))
             plain_step(model, optimizer, *batch)
-            probed_at += [len(steps)] * len(asked)
-            asked.clear()
+            probed_at += [len(steps)] * len(probed_sizes)
+            probed_sizes.clear()
     assert probed_at == [1, 8, 64, 512, 1012]
 
 
 @pytest.mark.hazard("M2")
 def test_a_much_larger_batch_is_probed_again(monkeypatch):
-    asked = record_probes(monkeypatch, ask=False)
+    probed_sizes = record_probes(monkeypatch, ask=False)
     model = mlp()
     clipper = PerSampleGradientClipper(model, Flat(1.0))
     for rows in (4, 4, 8, 9, 10, 10, 30, 25, *[25] * 56):
         inputs, targets = tensors(rows=rows)
         F.cross_entropy(model(inputs), targets).backward()
         clipper.clip_and_accumulate()
-    assert asked == [4, 10, 25, 25]  # the first, those after 9 and 30, then as always
+    assert probed_sizes == [4, 10, 25, 25]  # the first batch, those after sizes 9 and 30, then the regular schedule
 
 
 @pytest.mark.hazard("M2")
 def test_the_first_probe_waits_for_a_batch_of_two_samples(monkeypatch):
-    asked = record_probes(monkeypatch, ask=False)
+    probed_sizes = record_probes(monkeypatch, ask=False)
     _, model, optimizer, loader = private(mlp(), tensors(), sample_rate=0.2)
     seen = []
     for _ in range(8):
@@ -406,14 +413,14 @@ def test_the_first_probe_waits_for_a_batch_of_two_samples(monkeypatch):
             plain_step(model, optimizer, inputs, targets)
             seen.append(len(targets))
     first = next(rows for rows in seen if rows > 1)
-    assert seen[0] < 2 and asked[0] == first
+    assert seen[0] < 2 and probed_sizes[0] == first
 
 
-# What cannot be probed
+# Models that cannot be probed
 
 
 @model_of(lambda: {"net": mlp(), "generator": random.Random(0)})
-def not_reproducible(m, inputs):
+def irreproducible_model(m, inputs):
     """Uses a random generator that the probe does not restore."""
     return m.net(inputs) * m.generator.random()
 
@@ -421,7 +428,7 @@ def not_reproducible(m, inputs):
 @pytest.mark.hazard("M2")
 def test_a_model_that_is_not_reproducible_warns():
     with pytest.warns(PrivacyWarning, match=r"DPE012.*could not|DPE012.*is not known whether the model"):
-        release_of(not_reproducible(), tensors())
+        release_of(irreproducible_model(), tensors())
 
 
 @dataclass
@@ -429,7 +436,7 @@ class Output:
     logits: torch.Tensor
 
 
-class OfDataclass(nn.Module):
+class DataclassModel(nn.Module):
     def __init__(self, net):
         super().__init__()
         self.net = net
@@ -446,4 +453,4 @@ def test_outputs_in_a_dataclass_are_probed():
         optimizer.step()
 
     with pytest.raises(UnsupportedLayerError, match="samples of a batch independent"):
-        release_of(OfDataclass(Between(sorted_rows)), tensors(), step)
+        release_of(DataclassModel(ModelWithOperation(sorted_rows)), tensors(), step)

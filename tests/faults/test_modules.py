@@ -33,7 +33,7 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 
 # Batch normalization mixes samples
 
-NORMS = {
+BATCH_NORMS = {
     "affine": lambda: nn.BatchNorm1d(5),
     "plain": lambda: nn.BatchNorm1d(5, affine=False),
     "without-statistics": lambda: nn.BatchNorm1d(5, affine=False, track_running_stats=False),
@@ -44,10 +44,10 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name", BATCH_NORMS)
 @pytest.mark.hazard("M1")
 def test_batch_norm_is_rejected_by_make_private(name):
-    model = nn.Sequential(nn.Linear(FEATURES, 5), NORMS[name](), nn.Linear(5, CLASSES))
+    model = nn.Sequential(nn.Linear(FEATURES, 5), BATCH_NORMS[name](), nn.Linear(5, CLASSES))
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*1"):
         private(model, tensors())
     assert not model._forward_hooks
@@ -56,7 +56,7 @@ def test_batch_norm_is_rejected_by_make_private(name):
 # A tensor is changed in place after it was recorded
 
 
-class Overwrites(nn.Module):
+class OverwritingModel(nn.Module):
     def __init__(self, place):
         super().__init__()
         torch.manual_seed(0)
@@ -79,7 +79,7 @@ class Overwrites(nn.Module):
 @every_mode
 @pytest.mark.hazard("M6")
 def test_an_in_place_change_of_a_saved_tensor_raises(mode, place):
-    engine, model, optimizer, loader = private(Overwrites(place), tensors(), mode=mode, noise_multiplier=1.0)
+    engine, model, optimizer, loader = private(OverwritingModel(place), tensors(), mode=mode, noise_multiplier=1.0)
     with pytest.raises((RuntimeError, PrivacyError), match=r"inplace operation|(another|a different) output"):
         plain_step(model, optimizer, *next(iter(loader)))
     engine.detach(model)
@@ -139,8 +139,8 @@ class Positions(nn.Module):
 def test_position_embeddings_without_a_batch_axis_are_exact(mode, ids, tied):
     plain = Positions(ids, tied)
     data = tensors(8, FEATURES)
-    by_row = copy.deepcopy(plain)
-    assert_right(plain, data, plain=by_row, mode=mode)
+    reference = copy.deepcopy(plain)
+    assert_right(plain, data, plain=reference, mode=mode)
     release_of(Positions(ids, tied), [t[:1] for t in data], mode=mode)
     _, model, *_ = private(Positions(ids, tied), data, mode=mode)
     assert model(data[0][:0]).shape == (0, CLASSES)
@@ -152,13 +152,13 @@ def test_as_many_positions_as_samples_are_exact_or_rejected_if_the_probe_is_inco
     data = tensors(6, FEATURES)
     assert_right(Positions(torch.arange(9), False), data, plain=Positions(torch.arange(9), False), mode=mode)
 
-    class Fixed(Positions):
+    class FailsOnFiveSamples(Positions):
         def forward(self, inputs):
             assert len(inputs) != 5
             return super().forward(inputs)
 
     with pytest.raises(UnsupportedLayerError, match="samples of a batch independent"):
-        release_of(Fixed(torch.arange(9), False), data, mode=mode)
+        release_of(FailsOnFiveSamples(torch.arange(9), False), data, mode=mode)
     _, model, optimizer, loader = private(Positions(torch.arange(9), False), tensors(5, FEATURES), mode=mode)
     for inputs, targets in loader:
         plain_step(model, optimizer, inputs, targets)
@@ -172,7 +172,7 @@ def test_as_many_positions_as_samples_are_exact_or_rejected_if_the_probe_is_inco
 @every_mode
 @pytest.mark.hazard("M10")
 def test_clipping_uses_the_dropout_masks_of_the_forward_pass(mode):
-    class Masked(nn.Module):
+    class MaskedModel(nn.Module):
         """Dropout with a fixed mask for each sample, so that the mask does not depend on the rest of the batch."""
 
         def __init__(self):
@@ -187,9 +187,9 @@ def test_clipping_uses_the_dropout_masks_of_the_forward_pass(mode):
 
     inputs, targets = tensors()
     data = torch.cat([inputs, torch.arange(6.0).unsqueeze(1)], dim=1), targets
-    assert_right(Masked(), data, mode=mode)
+    assert_right(MaskedModel(), data, mode=mode)
 
-    class Dropping(nn.Module):
+    class DropoutModel(nn.Module):
         def __init__(self):
             super().__init__()
             self.net, self.drop = mlp(), nn.Dropout(0.4)
@@ -201,8 +201,8 @@ def test_clipping_uses_the_dropout_masks_of_the_forward_pass(mode):
         torch.manual_seed(7)
         plain_step(model, optimizer, inputs, targets)
 
-    expected = release_of(Dropping(), tensors(), step, mode="hooks")
-    found = release_of(Dropping(), tensors(), step, mode=mode)
+    expected = release_of(DropoutModel(), tensors(), step, mode="hooks")
+    found = release_of(DropoutModel(), tensors(), step, mode=mode)
     assert float((found - expected).norm() / expected.norm()) < 1e-5
 
 
@@ -210,7 +210,7 @@ def test_clipping_uses_the_dropout_masks_of_the_forward_pass(mode):
 
 
 @model_of(lambda: {"net": mlp()})
-def of_function(m, inputs):
+def model_with_function(m, inputs):
     return m.net[2](Doubled.apply(m.net[1](m.net[0](inputs))))
 
 
@@ -218,10 +218,10 @@ def of_function(m, inputs):
 @every_mode
 @pytest.mark.hazard("M11")
 def test_a_custom_function_between_layers_is_exact(mode):
-    assert_right(of_function(), tensors(), mode=mode)
+    assert_right(model_with_function(), tensors(), mode=mode)
 
 
-def penalised(model, optimizer, inputs, targets):
+def gradient_penalty_step(model, optimizer, inputs, targets):
     optimizer.zero_grad()
     inputs.requires_grad_()
     output = model(inputs)
@@ -236,7 +236,7 @@ def test_a_gradient_penalty_is_rejected_and_releases_nothing(mode):
     engine, model, optimizer, loader = private(mlp(), tensors(), mode=mode, noise_multiplier=1.0)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RepeatedBackwardError, match=r"DPE017.*create_graph=True.*gradient penalty.*clipped_grad"):
-        penalised(model, optimizer, *next(iter(loader)))
+        gradient_penalty_step(model, optimizer, *next(iter(loader)))
     engine.detach(model)
     assert [charge.kind for charge in engine.ledger.history] == ["void"]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -256,7 +256,7 @@ def test_a_gradient_penalty_without_a_loss_is_rejected(mode):
 @every_mode
 @pytest.mark.hazard("M11")
 def test_complex_and_lazy_parameters_are_rejected_by_name(mode):
-    class Complex(nn.Module):
+    class ComplexScale(nn.Module):
         def __init__(self):
             super().__init__()
             self.phase = nn.Parameter(torch.ones(FEATURES, dtype=torch.complex64))
@@ -264,7 +264,7 @@ def test_complex_and_lazy_parameters_are_rejected_by_name(mode):
         def forward(self, inputs):
             return (inputs * self.phase).abs()
 
-    for model in (nn.Sequential(Complex(), mlp()), nn.Sequential(nn.LazyLinear(4), nn.Linear(4, CLASSES))):
+    for model in (nn.Sequential(ComplexScale(), mlp()), nn.Sequential(nn.LazyLinear(4), nn.Linear(4, CLASSES))):
         with pytest.raises(UnsupportedLayerError, match=r"DPE001.*0 \("):
             private(model, tensors(), mode=mode)
 
@@ -273,7 +273,7 @@ def test_complex_and_lazy_parameters_are_rejected_by_name(mode):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.hazard("M11")
 def test_sparse_embeddings_are_exact(mode):
-    class Sparse(nn.Module):
+    class SparseModel(nn.Module):
         def __init__(self):
             super().__init__()
             torch.manual_seed(0)
@@ -284,7 +284,7 @@ def test_sparse_embeddings_are_exact(mode):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        assert_right(Sparse(), tensors(), mode=mode)
+        assert_right(SparseModel(), tensors(), mode=mode)
 
 
 # Outputs that hold the loss
@@ -296,7 +296,7 @@ class Output:
     logits: torch.Tensor
 
 
-class Scored(nn.Module):
+class ModelWithLoss(nn.Module):
     def __init__(self, wrap):
         super().__init__()
         self.net, self.wrap = mlp(), wrap
@@ -306,11 +306,11 @@ class Scored(nn.Module):
         return self.wrap(F.cross_entropy(logits, targets), logits)
 
 
-def keep_on_the_model(loss, logits):
-    Kept.loss = loss
+def store_on_another_object(loss, logits):
+    Storage.loss = loss
 
 
-class Kept:
+class Storage:
     loss = None
 
 
@@ -320,9 +320,9 @@ OUTPUTS = {
     "scalar": (lambda loss, logits: loss, lambda output: output),
     "dataclass": (Output, lambda output: output.loss),
     "list-in-dataclass": (lambda loss, logits: Output([loss], None), lambda output: output.loss[0]),
-    "on-another-object": (keep_on_the_model, lambda output: Kept.loss),
+    "on-another-object": (store_on_another_object, lambda output: Storage.loss),
 }
-UNSEEN = {"on-another-object"}
+UNTRACED = {"on-another-object"}
 
 
 @pytest.mark.one_in(10, "mode", "name", others="slow")
@@ -340,9 +340,9 @@ def test_a_loss_inside_the_output_is_exact_or_rejected(mode, name):
 
     truth = truth_of(mlp(), tensors())
     try:
-        found = release_of(Scored(wrap), tensors(), step, mode=mode)
+        found = release_of(ModelWithLoss(wrap), tensors(), step, mode=mode)
     except PrivacyError:
-        assert mode == "ghost" and name in UNSEEN
+        assert mode == "ghost" and name in UNTRACED
         return
     assert float((found - truth).norm() / truth.norm()) < 1e-5
-    assert influence(Scored(wrap), tensors(), step, mode=mode) <= 1 + ROUNDING
+    assert influence(ModelWithLoss(wrap), tensors(), step, mode=mode) <= 1 + ROUNDING

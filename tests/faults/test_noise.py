@@ -15,14 +15,14 @@ from dpengine.noise import NoiseSource
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 
 
-def wide():
+def wide_layer():
     """Returns a model with zero gradients for zero inputs, so that a step releases only noise."""
     return nn.Linear(40, 50, bias=False)
 
 
 def noise_of(engine, steps):
     """Returns the noise ``(steps, parameters)`` in units of its standard deviation."""
-    model = wide()
+    model = wide_layer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     data = torch.utils.data.TensorDataset(torch.zeros(6, 40))
     loader = torch.utils.data.DataLoader(data, batch_size=3)
@@ -67,7 +67,7 @@ def test_global_seeds_of_torch_and_numpy_do_not_determine_the_noise(secure):
 
 @pytest.mark.hazard("N1")
 def test_an_engine_seed_is_marked_insecure_and_reproduces_the_noise():
-    engine, _, optimizer, _ = private(wide(), tensors(40)[:1], noise_multiplier=1.0)
+    engine, _, optimizer, _ = private(wide_layer(), tensors(40)[:1], noise_multiplier=1.0)
     assert "INSECURE_SEED" in repr(optimizer)
     assert inside.noise_source(engine).insecure_seed
     for seed in (5, 5 + 2**32):
@@ -95,7 +95,7 @@ def test_noise_is_uncorrelated_between_steps_epochs_and_runs():
 
 @pytest.mark.hazard("N2")
 def test_sums_are_zeroed_if_noise_generation_fails():
-    class Failed(Exception):
+    class NoiseError(Exception):
         pass
 
     sums = []
@@ -103,20 +103,20 @@ def test_sums_are_zeroed_if_noise_generation_fails():
     def fail(flat, step, start):
         assert flat.any()
         sums.append(flat)
-        raise Failed
+        raise NoiseError
 
-    engine, model, optimizer, loader = private(wide(), (torch.ones(6, 40),), noise_multiplier=1.0)
+    engine, model, optimizer, loader = private(wide_layer(), (torch.ones(6, 40),), noise_multiplier=1.0)
     inside.record_noise(engine, fail)
     (inputs,) = next(iter(loader))
     model(inputs).sum(dim=1).mean().backward()
-    with pytest.raises(Failed):
+    with pytest.raises(NoiseError):
         optimizer.step()
     assert sums and not any(flat.any() for flat in sums)
 
 
 @pytest.mark.hazard("N2")
 def test_noise_is_generated_once_for_each_completed_step():
-    engine, model, optimizer, loader = private(wide(), (torch.zeros(6, 40),), noise_multiplier=1.0)
+    engine, model, optimizer, loader = private(wide_layer(), (torch.zeros(6, 40),), noise_multiplier=1.0)
     with inside.drawn_noise(engine) as drawn:
         for attempt in range(6):
             for (inputs,) in loader:

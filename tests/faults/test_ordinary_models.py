@@ -1,4 +1,4 @@
-"""No false alarm over all built-in layers and a table of models, by the probe of the engine and by ``check``."""
+"""The probe of the engine and ``check`` accept all built-in layers and a table of models."""
 
 import warnings
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from dpengine import PrivacyEngine, check
 from dpengine.errors import PrivacyWarning
 
 ROWS = 6
-LEAST = 60
-CRASHES_BY_ITSELF = {"group-norm-channels-last"}  # torch 2.13: a plain backward pass without a gradient of the input
+MIN_MODELS = 60
+CRASHES_IN_TORCH = {"group-norm-channels-last"}  # torch 2.13 crashes in a plain backward pass without an input gradient
 
 
 @dataclass(frozen=True)
-class Ordinary:
+class OrdinaryModel:
     """A batch-first model and a batch for it."""
 
     id: str
@@ -41,11 +41,11 @@ def mean_of(outputs, targets):
     return sum(torch.tanh(leaf).reshape(rows, -1).sum(dim=1).mean() for leaf in floats if len(leaf) == rows)
 
 
-def all_of_the_tables():
+def table_models():
     """Returns the table models whose batch axis is 0 and that can be made private."""
     torch.manual_seed(0)
-    layers = [Ordinary(c.id, c.make, c.inputs(ROWS, torch.float32), c.keywords) for c in CASES if c.row is None]
-    models = [Ordinary(f"model-{c.id}", c.make, c.inputs(ROWS, torch.float32)) for c in MODELS]
+    layers = [OrdinaryModel(c.id, c.make, c.inputs(ROWS, torch.float32), c.keywords) for c in CASES if c.row is None]
+    models = [OrdinaryModel(f"model-{c.id}", c.make, c.inputs(ROWS, torch.float32)) for c in MODELS]
     return [one for one in layers + models if can_be_private(one)]
 
 
@@ -56,7 +56,7 @@ def can_be_private(one):
 
 @pytest.fixture(scope="module")
 def ordinary():
-    return all_of_the_tables()
+    return table_models()
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_the_probe_accepts_all_ordinary_models(ordinary):
                 one.loss(model).backward()
                 optimizer.step()
         probed += engine.ledger.steps
-    assert probed == len(ordinary) >= LEAST
+    assert probed == len(ordinary) >= MIN_MODELS
 
 
 @pytest.mark.slow
@@ -87,19 +87,19 @@ def test_check_accepts_all_ordinary_models(ordinary):
     checked = 0
     for one in ordinary:
         torch.manual_seed(0)
-        if one.id in CRASHES_BY_ITSELF:
+        if one.id in CRASHES_IN_TORCH:
             continue
         model = one.make()
-        inputs = one.inputs if not one.names else named(model, one)
+        inputs = one.inputs if not one.names else inputs_by_name(model, one)
         with warnings.catch_warnings():
             warnings.simplefilter("error", PrivacyWarning)
             report = check(model, mean_of, (inputs, torch.zeros(ROWS)))
         assert report.ok, (one.id, str(report))
         checked += 1
-    assert checked >= LEAST
+    assert checked >= MIN_MODELS
 
 
-def named(model, one):
+def inputs_by_name(model, one):
     import inspect
 
     first = len(one.inputs) - len(one.names)
@@ -108,6 +108,6 @@ def named(model, one):
 
 
 def test_the_tables_have_enough_models(ordinary):
-    assert len(ordinary) >= LEAST
+    assert len(ordinary) >= MIN_MODELS
     assert len({one.id for one in ordinary}) == len(ordinary)
     assert all(isinstance(one.make(), nn.Module) for one in ordinary[:3])

@@ -20,7 +20,7 @@ both_modes = pytest.mark.parametrize("mode", ["auto", "ghost"])
 MIXES_SAMPLES = r"DPE001.*samples of a batch independent"
 
 
-class Made(nn.Module):
+class TwoLayerModel(nn.Module):
     """Model with two layers and a forward pass given as a function."""
 
     def __init__(self, run, *, width=8):
@@ -70,7 +70,7 @@ def shifted_by_the_mean(model, inputs):
 @pytest.mark.hazard("M2")
 def test_mixing_that_preserves_some_norms_or_shapes_is_found(run, shape, mode):
     with pytest.raises(UnsupportedLayerError, match=MIXES_SAMPLES):
-        release_of(Made(run), tensors(*shape), mode=mode)
+        release_of(TwoLayerModel(run), tensors(*shape), mode=mode)
 
 
 @pytest.mark.hazard("M2")
@@ -78,14 +78,14 @@ def test_a_swap_of_any_two_samples_is_found_in_the_first_step():
     found = 0
     for pair in itertools.combinations(range(6), 2):
 
-        def exchanged(model, inputs, pair=pair):
+        def swapped(model, inputs, pair=pair):
             order = torch.arange(len(inputs))
             if len(inputs) == 6:
                 order[list(pair)] = order[list(pair[::-1])]
             return model.head(torch.tanh(model.body(inputs))[order])
 
         try:
-            release_of(Made(exchanged), tensors())
+            release_of(TwoLayerModel(swapped), tensors())
         except UnsupportedLayerError:
             found += 1
     assert found == 15
@@ -104,12 +104,12 @@ def with_dropout(model, inputs):
 def test_the_probe_runs_the_model_three_times_and_ten_if_samples_are_reordered(run, runs):
     calls = 0
 
-    def counted(model, inputs):
+    def counting_calls(model, inputs):
         nonlocal calls
         calls += 1
         return run(model, inputs)
 
-    model = GradSampleModule(Made(counted))
+    model = GradSampleModule(TwoLayerModel(counting_calls))
     F.cross_entropy(model(tensors()[0]), tensors()[1]).backward()
     attribute_runs = 1  # for attributes that change in a forward pass
     assert calls == 1 + runs + attribute_runs
@@ -130,7 +130,7 @@ def test_a_forward_pass_that_modifies_its_input_is_accepted_and_clipped(mode):
 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*samples of a batch independent")
-        assert influence(Made(in_place), tensors(), step, mode=mode) <= 1 + 1e-6
+        assert influence(TwoLayerModel(in_place), tensors(), step, mode=mode) <= 1 + 1e-6
 
 
 # Gradients that bypass the outputs, and passes that cannot be repeated
@@ -187,7 +187,7 @@ def test_ghost_rejects_gradients_that_it_cannot_recompute():
 def test_ghost_rejects_a_second_output_that_differs_with_equal_gradient_norms():
     signs = itertools.chain([1.0], itertools.repeat(-1.0))
 
-    class Turned(nn.Module):
+    class SignFlippingModel(nn.Module):
         def __init__(self):
             super().__init__()
             self.head = nn.Linear(FEATURES, CLASSES, bias=False)
@@ -195,8 +195,10 @@ def test_ghost_rejects_a_second_output_that_differs_with_equal_gradient_norms():
         def forward(self, inputs):
             return self.head(next(signs) * inputs)
 
-    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*The model \(Turned\) returned a different output"):
-        release_of(Turned(), tensors(), plain_step, mode="ghost")
+    with pytest.raises(
+        UnsupportedLayerError, match=r"DPE001.*The model \(SignFlippingModel\) returned a different output"
+    ):
+        release_of(SignFlippingModel(), tensors(), plain_step, mode="ghost")
 
 
 class ExposesHidden(nn.Module):
@@ -223,7 +225,7 @@ def test_ghost_rejects_gradients_without_a_norm():
 
 
 @model_of(lambda: {"body": nn.Linear(FEATURES, 4), "head": nn.Linear(4, CLASSES)})
-def masked(m, inputs, mask):
+def masked_attention(m, inputs, mask):
     """Attention with a square mask ``(T, T)``, where T may equal the batch size."""
     hidden = m.body(inputs)
     weights = (hidden @ hidden.transpose(1, 2)).masked_fill(mask, -1e9).softmax(dim=2)
@@ -238,10 +240,10 @@ def test_a_mask_as_long_as_the_batch_is_accepted_with_a_warning():
         optimizer.step()
 
     with pytest.warns(PrivacyWarning, match=r"DPE012.*has the length of the batch"):
-        assert release_of(masked(), tensors(6, FEATURES), step).norm() > 0
+        assert release_of(masked_attention(), tensors(6, FEATURES), step).norm() > 0
 
 
-class OwnLoss(nn.Module):
+class ModelWithLoss(nn.Module):
     """Model that returns its loss; as a mean over all tokens if ``mean_of_tokens``, which mixes samples."""
 
     def __init__(self, mean_of_tokens):
@@ -260,16 +262,16 @@ class OwnLoss(nn.Module):
 def test_a_mean_over_tokens_inside_the_model_is_rejected_and_named(mode):
     def step(model, optimizer, inputs, targets):
         labels = torch.arange(30).reshape(6, 5) % CLASSES
-        labels[:, 1:][torch.arange(4) >= torch.arange(6)[:, None]] = -100  # of different numbers
+        labels[:, 1:][torch.arange(4) >= torch.arange(6)[:, None]] = -100  # different numbers of labels
         optimizer.zero_grad()
         model(inputs, labels[: len(inputs)]).backward()
         optimizer.step()
 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*DPE012.*batch")
-        assert release_of(OwnLoss(False), tensors(5, FEATURES), step, mode=mode).norm() > 0
+        assert release_of(ModelWithLoss(False), tensors(5, FEATURES), step, mode=mode).norm() > 0
         with pytest.raises(BatchDependentLossError, match=r"DPE010.*loss that the model computes.*per_token_mean"):
-            release_of(OwnLoss(True), tensors(5, FEATURES), step, mode=mode)
+            release_of(ModelWithLoss(True), tensors(5, FEATURES), step, mode=mode)
 
 
 def one_of_two(model, inputs):
@@ -279,7 +281,7 @@ def one_of_two(model, inputs):
 
 @both_modes
 def test_a_layer_choice_that_depends_on_the_batch_is_rejected(mode):
-    model = Made(one_of_two)
+    model = TwoLayerModel(one_of_two)
     model.other = nn.Linear(FEATURES, 8)
     with pytest.raises(UnsupportedLayerError, match=MIXES_SAMPLES):
         release_of(model, tensors(), mode=mode, unused_parameters="zero")
@@ -294,14 +296,14 @@ def test_the_mask_warning_is_issued_once_for_each_model():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")  # shows a repeated text of one line only once
         for _ in range(2):
-            release_of(masked(), tensors(6, FEATURES), step)
+            release_of(masked_attention(), tensors(6, FEATURES), step)
     assert sum("has the length of the batch" in str(one.message) for one in seen) == 2
 
 
 # Accepted models, and restored state
 
 
-def leaky(model, inputs):
+def random_leaky_relu(model, inputs):
     return model.head(F.rrelu(model.body(inputs), training=True))
 
 
@@ -331,12 +333,12 @@ def scaled_by_numpy_random(model, inputs):
 @both_modes
 @pytest.mark.parametrize(
     "run",
-    [leaky, noise_at_selected_positions, own_generator, scaled_by_python_random, scaled_by_numpy_random],
+    [random_leaky_relu, noise_at_selected_positions, own_generator, scaled_by_python_random, scaled_by_numpy_random],
     ids=lambda run: run.__name__,
 )
 @pytest.mark.hazard("M2")
 def test_random_numbers_are_accepted(run, mode):
-    model = Made(run)
+    model = TwoLayerModel(run)
     if run is own_generator:
         model.generator = torch.Generator().manual_seed(3)
     _, model, optimizer, loader = private(model, tensors(), mode=mode)
@@ -352,7 +354,7 @@ def test_random_numbers_are_accepted(run, mode):
 def test_the_probe_does_not_advance_the_generators_of_python_and_numpy(run, draw):
     random.seed(1)
     np.random.seed(1)
-    _, model, optimizer, loader = private(Made(run), tensors())
+    _, model, optimizer, loader = private(TwoLayerModel(run), tensors())
     steps = 0
     for batch in loader:
         plain_step(model, optimizer, *batch)
@@ -396,7 +398,7 @@ def test_a_mixture_distribution_is_probed(mode):
         release_of(Mixture(mixes=True), tensors(), likelihood, mode=mode)
 
 
-def counting(model, inputs):
+def with_counters(model, inputs):
     model.calls.append(len(inputs))
     model.seen["rows"] = model.seen.get("rows", 0) + len(inputs)
     model.total += 1
@@ -406,7 +408,7 @@ def counting(model, inputs):
 @both_modes
 @pytest.mark.hazard("M2")
 def test_the_probe_restores_attributes_that_forward_sets(mode):
-    model = Made(counting)
+    model = TwoLayerModel(with_counters)
     model.calls, model.seen, model.total = [], {}, torch.zeros(())
     _, model, optimizer, loader = private(model, tensors(), mode=mode)
     for batch in loader:
@@ -433,7 +435,7 @@ def average_in_a_frozen_weight(model, inputs):
 @pytest.mark.parametrize("run", [data_in_a_bias, average_in_a_frozen_weight], ids=lambda run: run.__name__)
 @pytest.mark.hazard("M3")
 def test_a_parameter_that_forward_writes_is_rejected_and_restored(run):
-    model = Made(run)
+    model = TwoLayerModel(run)
     model.frozen = nn.Parameter(torch.zeros(FEATURES), requires_grad=False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(BufferUpdateError, match=r"DPE026.*Parameter '(body\.bias|frozen)'.*without noise"):

@@ -19,7 +19,7 @@ from dpengine.grad_samplers.table import BUILTIN
 ROUNDING = 1e-5
 
 
-def clipped(model, loss, *, mode="auto", bound=1.0, **settings):
+def clip_model(model, loss, *, mode="auto", bound=1.0, **settings):
     """Returns the norm of the clipped sum relative to the clipping norm, and the sum as a vector."""
     passes = ClippedPasses(model, Flat(bound), mode=mode, loss_reduction="sum", **settings)
     try:
@@ -32,7 +32,7 @@ def clipped(model, loss, *, mode="auto", bound=1.0, **settings):
 
 
 @functools.cache
-def order_matters(positions=9, columns=7):
+def order_dependent_numbers(positions=9, columns=7):
     """Returns numbers ``(T,)`` whose rounded sum over positions depends on the batch size."""
     torch.manual_seed(0)
     best, kept = 0.0, None
@@ -59,9 +59,9 @@ def test_norms_and_sums_round_per_sample_gradients_alike(kind, mode, budget, mon
     layer = nn.Linear(1, width) if kind == "Linear" else nn.LayerNorm(width)
     layer.weight.requires_grad_(False)
     grads = torch.zeros(positions, rows, width)
-    grads[:, -1, -7:-1] = order_matters().view(positions, 1)
+    grads[:, -1, -7:-1] = order_dependent_numbers().view(positions, 1)
     inputs = torch.zeros(positions, rows, layer.weight.shape[-1])
-    moved, _ = clipped(
+    moved, _ = clip_model(
         layer,
         lambda m: (m(inputs) * grads).sum(),
         mode=mode,
@@ -84,8 +84,8 @@ def test_cancellation_in_a_float64_sample_does_not_round_other_samples_away(rows
     crafted, crafted_targets = inputs.clone(), targets.clone()
     crafted[-1, :2], crafted_targets[-1] = 1e12, torch.tensor([[1e12], [-1e12], [0.0]]).expand(3, 4)
     loss = lambda x, y: lambda m: ((m(x) - y) ** 2).sum() / 2  # noqa: E731
-    _, without = clipped(model, loss(inputs[:-1], targets[:-1]), mode=mode)
-    _, with_it = clipped(model, loss(crafted, crafted_targets), mode=mode)
+    _, without = clip_model(model, loss(inputs[:-1], targets[:-1]), mode=mode)
+    _, with_it = clip_model(model, loss(crafted, crafted_targets), mode=mode)
     assert float((with_it - without).norm()) <= 1e-3
 
 
@@ -111,7 +111,7 @@ def test_the_norm_of_a_tied_float64_weight_is_not_too_low_under_cancellation():
 def test_a_subnormal_clipping_factor_is_not_rounded_up():
     for k in range(50):
         model, scale = nn.Linear(4, 1, bias=False), 10 ** (36.5 + 0.035 * k)
-        worst, total = clipped(model, lambda m: m(torch.ones(1, 4)).sum() * scale, bound=1e-6)  # noqa: B023 - called at once
+        worst, total = clip_model(model, lambda m: m(torch.ones(1, 4)).sum() * scale, bound=1e-6)  # noqa: B023 - called at once
         assert worst <= 1 + ROUNDING and bool(total.isfinite().all())
 
 
@@ -119,7 +119,7 @@ def test_a_subnormal_clipping_factor_is_not_rounded_up():
 def test_ghost_rejects_a_layer_whose_input_differs_in_the_second_forward_pass():
     count = itertools.count()  # state outside the model, which the engine cannot restore
 
-    class Counting(nn.Module):
+    class CountingModel(nn.Module):
         """Scales the layer's input from the second forward pass on, without changing the output."""
 
         def __init__(self):
@@ -133,7 +133,7 @@ def test_ghost_rejects_a_layer_whose_input_differs_in_the_second_forward_pass():
     torch.manual_seed(0)
     inputs = torch.randn(2, 4)
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*Layer 'layer' had another input"):
-        clipped(Counting(), lambda m: m(inputs).sum(), mode="ghost", bound=0.1)
+        clip_model(CountingModel(), lambda m: m(inputs).sum(), mode="ghost", bound=0.1)
 
 
 def test_crafted_cancellation_exceeds_the_clipping_norm_by_at_most_one_32nd():
@@ -143,5 +143,5 @@ def test_crafted_cancellation_exceeds_the_clipping_norm_by_at_most_one_32nd():
     parts[0], parts[-1], parts[1] = 6072064.534690503, -6072064.534690503, 53453.3
     layer = nn.Linear(1, 1, bias=False)
     inputs = parts.view(1, length, 1)
-    moved, _ = clipped(layer, lambda m: m(inputs).sum(), mode="ghost", methods=MethodTable(timed=False))
+    moved, _ = clip_model(layer, lambda m: m(inputs).sum(), mode="ghost", methods=MethodTable(timed=False))
     assert moved <= 1 + 1 / 32

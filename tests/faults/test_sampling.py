@@ -46,7 +46,7 @@ def test_shuffled_batches_fail_the_poisson_test_and_get_epsilon_raises():
         engine.get_epsilon(1e-3)
 
 
-def derived(rows, batch_size, *, accountant="pld", **options):
+def private_run(rows, batch_size, *, accountant="pld", **options):
     model = mlp()
     engine = PrivacyEngine(accountant, seed=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -60,7 +60,7 @@ def test_sampler_divisor_and_ledger_use_the_same_rate():
     for _ in range(30):
         rows = choose.randrange(1, 200)
         batch_size = choose.randrange(1, 60)
-        engine, model, optimizer, loader = derived(rows, batch_size, noise_multiplier=1.0)
+        engine, model, optimizer, loader = private_run(rows, batch_size, noise_multiplier=1.0)
         scheme, size = inside.sampling(engine), inside.state(engine).expected_batch_size
         plain_step(model, optimizer, *next(iter(loader)))
         (charge,) = engine.ledger.history
@@ -69,7 +69,7 @@ def test_sampler_divisor_and_ledger_use_the_same_rate():
         assert size == scheme.expected_batch_size == min(batch_size, rows)
         accounted = getattr(charge.event, "sample_rate", 1.0)
         assert scheme.sample_rate <= accounted <= scheme.sample_rate * (1 + 1e-15) + 2**-59
-        assert_divided_by(min(batch_size, rows), derived(rows, batch_size, noise_multiplier=0.0))
+        assert_divided_by(min(batch_size, rows), private_run(rows, batch_size, noise_multiplier=0.0))
 
 
 def assert_divided_by(divisor, run):
@@ -124,7 +124,7 @@ def test_the_number_of_planned_steps_is_not_rounded_down():
 @pytest.mark.parametrize(("rows", "batch_size", "epochs"), [(7, 3, 3), (49, 7, 2), (10, 10, 5)])
 @pytest.mark.hazard("S4")
 def test_epsilon_after_all_planned_epochs_is_within_the_target(rows, batch_size, epochs):
-    engine, model, optimizer, loader = derived(
+    engine, model, optimizer, loader = private_run(
         rows, batch_size, accountant="rdp", target_epsilon=3.0, target_delta=1e-3, epochs=epochs
     )
     steps = 0

@@ -1,4 +1,4 @@
-"""Weights used more than once or past their layer, computed, adapted or left unused."""
+"""Weights that are used repeatedly or outside their layer, computed, adapted or unused."""
 
 import copy
 
@@ -32,7 +32,7 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 # A parameter is tied, used twice or recurrent
 
 
-class Reused(nn.Module):
+class ModelWithReusedLayer(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -97,17 +97,17 @@ class TiedInBlocks(nn.Module):
 
 @pytest.mark.one_in(6, "mode", "make", others="slow")
 @pytest.mark.one_in(3, "mode", "make")
-@pytest.mark.parametrize("make", [Reused, TiedAcrossKinds, siamese, unrolled, TiedInBlocks])
+@pytest.mark.parametrize("make", [ModelWithReusedLayer, TiedAcrossKinds, siamese, unrolled, TiedInBlocks])
 @every_mode
 @pytest.mark.hazard("M4")
 def test_the_norm_is_that_of_the_sum_over_all_uses(mode, make):
     assert_right(make(), tensors(), mode=mode)
 
 
-# Reparametrised layers, and layers that look like another
+# Reparametrized layers, and layers that look like another
 
 
-class Quantised(nn.Linear):
+class QuantizedLinear(nn.Linear):
     """Linear layer with rounded weights and a straight-through gradient."""
 
     def forward(self, inputs):
@@ -115,7 +115,7 @@ class Quantised(nn.Linear):
         return F.linear(inputs, weight, self.bias)
 
 
-class Skipping(nn.Sequential):
+class ResidualSequential(nn.Sequential):
     def forward(self, inputs):
         for position, layer in enumerate(self):
             inputs = layer(inputs) + inputs if position == 1 else layer(inputs)
@@ -125,7 +125,7 @@ class Skipping(nn.Sequential):
 VARIANTS = {
     "weight-norm": lambda: parametrizations.weight_norm(nn.Linear(FEATURES, 5)),
     "orthogonal": lambda: parametrizations.orthogonal(nn.Linear(FEATURES, 5)),
-    "quantised": lambda: Quantised(FEATURES, 5),
+    "quantized": lambda: QuantizedLinear(FEATURES, 5),
 }
 
 
@@ -137,7 +137,7 @@ VARIANTS = {
 def test_layers_that_compute_their_weight_are_exact(mode, name):
     torch.manual_seed(0)
     model = nn.Sequential(VARIANTS[name](), nn.Tanh(), nn.Linear(5, CLASSES))
-    if name == "quantised":
+    if name == "quantized":
         assert influence(model, tensors(), mode=mode) <= 1 + ROUNDING
     else:
         assert_right(model, tensors(), mode=mode)
@@ -148,13 +148,13 @@ def test_layers_that_compute_their_weight_are_exact(mode, name):
 @pytest.mark.hazard("M4")
 def test_a_container_with_its_own_forward_is_exact(mode):
     torch.manual_seed(0)
-    assert_right(Skipping(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)), tensors(), mode=mode)
+    assert_right(ResidualSequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)), tensors(), mode=mode)
 
 
 # A weight is used outside its layer
 
 
-class Functional(nn.Module):
+class FunctionalModel(nn.Module):
     def __init__(self, use):
         super().__init__()
         torch.manual_seed(0)
@@ -166,7 +166,7 @@ class Functional(nn.Module):
 
 
 USES = {
-    "beside-its-layer": lambda m, x: m.second(F.linear(m.first(x), m.first.weight)),
+    "in-addition-to-its-layer": lambda m, x: m.second(F.linear(m.first(x), m.first.weight)),
     "bias-alone": lambda m, x: m.second(m.first(x) + m.first.bias),
     "instead-of-its-layer": lambda m, x: F.linear(m.first(x), m.second.weight, m.second.bias),
     "as-a-penalty": lambda m, x: m.second(m.first(x)) + m.first.weight.square().sum(),
@@ -177,14 +177,14 @@ USES = {
 @pytest.mark.filterwarnings("ignore:.*DPE028")
 @pytest.mark.hazard("M5")
 def test_a_weight_used_outside_its_layer_is_exact_in_the_default_mode(use):
-    assert_right(Functional(USES[use]), tensors())
+    assert_right(FunctionalModel(USES[use]), tensors())
 
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "auto"])
 @pytest.mark.hazard("M5")
 def test_a_weight_used_outside_its_layer_is_rejected_and_charged(mode, use):
-    engine, model, optimizer, loader = private(Functional(USES[use]), tensors(), mode=mode, noise_multiplier=1.0)
+    engine, model, optimizer, loader = private(FunctionalModel(USES[use]), tensors(), mode=mode, noise_multiplier=1.0)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(MissingGradientError, match=r"DPE002.*'(first|second)\.(weight|bias)'"):
         plain_step(model, optimizer, *next(iter(loader)))
@@ -196,10 +196,10 @@ def test_a_weight_used_outside_its_layer_is_rejected_and_charged(mode, use):
 @pytest.mark.parametrize("unfrozen", ["first", "second"])
 @every_mode
 def test_a_weight_that_is_unfrozen_later_and_used_outside_its_layer_is_rejected(mode, unfrozen):
-    model = Functional(USES["beside-its-layer"] if unfrozen == "first" else USES["instead-of-its-layer"])
+    model = FunctionalModel(USES["in-addition-to-its-layer"] if unfrozen == "first" else USES["instead-of-its-layer"])
     getattr(model, unfrozen).requires_grad_(False)
     engine, model, optimizer, loader = private(model, tensors(), mode=mode, make_optimizer=_every_parameter_of(model))
-    plain_step(model, optimizer, *next(iter(loader)))  # the default mode looks at the first batch
+    plain_step(model, optimizer, *next(iter(loader)))  # the default mode examines the first batch
     getattr(model, unfrozen).requires_grad_(True)
     with pytest.raises(MissingGradientError, match=rf"DPE002.*'{unfrozen}\.weight'.*outside the forward"):
         plain_step(model, optimizer, *next(iter(loader)))
@@ -213,7 +213,7 @@ def _every_parameter_of(model):
 # Activations are checkpointed
 
 
-class Whole(nn.Module):
+class CheckpointedModel(nn.Module):
     def __init__(self, reentrant):
         super().__init__()
         self.net, self.reentrant = mlp(), reentrant
@@ -238,17 +238,17 @@ def test_checkpointed_blocks_with_tied_weights_are_exact(mode, reentrant):
 @every_mode
 @pytest.mark.hazard("M7")
 def test_a_model_in_one_checkpoint_is_exact(mode):
-    assert_right(Whole(False), tensors(), plain=Whole(None), mode=mode)
+    assert_right(CheckpointedModel(False), tensors(), plain=CheckpointedModel(None), mode=mode)
 
 
 @every_mode
 @pytest.mark.hazard("M7")
 def test_a_reentrant_checkpoint_without_input_gradients_is_rejected(mode):
     with pytest.raises(RuntimeError, match=r"does not require grad|DPE002"):
-        release_of(Whole(True), tensors(), mode=mode)
+        release_of(CheckpointedModel(True), tensors(), mode=mode)
 
 
-def around(reentrant):
+def checkpointed_step(reentrant):
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         output = checkpoint(model, inputs.requires_grad_(), use_reentrant=reentrant)
@@ -265,7 +265,7 @@ def around(reentrant):
 @pytest.mark.hazard("M7")
 def test_a_checkpoint_around_the_model_is_exact_or_rejected(mode, reentrant):
     try:
-        assert_right(mlp(), tensors(), around(reentrant), mode=mode)
+        assert_right(mlp(), tensors(), checkpointed_step(reentrant), mode=mode)
     except PrivacyError:
         assert mode == "ghost"
 
@@ -295,7 +295,7 @@ class LowRank(nn.Module):
         return F.linear(inputs, self.base.weight + self.up @ self.down, self.base.bias)
 
 
-def adapted(how):
+def adapted_model(how):
     torch.manual_seed(2)
     return nn.Sequential(LowRank(nn.Linear(FEATURES, 5), how), nn.Tanh(), nn.Linear(5, CLASSES))
 
@@ -307,10 +307,10 @@ def adapted(how):
 @pytest.mark.hazard("M8")
 def test_adapters_are_exact_or_rejected_by_name(mode, how):
     try:
-        assert_right(adapted(how), tensors(), mode=mode)
-    except UnsupportedLayerError as refusal:
+        assert_right(adapted_model(how), tensors(), mode=mode)
+    except UnsupportedLayerError as error:
         assert how in {"matmul", "merged"} and mode != "functorch"
-        assert "'0.down'" in str(refusal) or "'0.up'" in str(refusal)
+        assert "'0.down'" in str(error) or "'0.up'" in str(error)
 
 
 @model_of(lambda: {"used": nn.Linear(FEATURES, CLASSES), "spare": nn.Linear(FEATURES, 2)})
