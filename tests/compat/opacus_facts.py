@@ -103,7 +103,7 @@ NAMES = {
 PRIVATE_METHODS = {"_prepare_model", "_prepare_optimizer", "_prepare_data_loader", "_prepare_criterion"}
 OPERATORS = {"__call__", "__len__", "__iter__", "__getitem__", "__enter__", "__exit__", "__add__", "__sub__", "__mul__"}
 OPERATORS |= {"__truediv__", "__radd__", "__rsub__", "__rmul__", "__neg__"}
-MISSPELT = {"DistributedDPOptimizerFastGradientlipping"}  # in an __all__, where `import *` fails on it
+MISSPELLED = {"DistributedDPOptimizerFastGradientlipping"}  # in an __all__, so that `import *` fails
 
 
 def module_of(root: str, path: str) -> types.ModuleType:
@@ -120,7 +120,7 @@ def names_of(module: types.ModuleType, path: str) -> list[str]:
         and isinstance(value, (type, types.FunctionType))
         and value.__module__ == module.__name__
     }
-    return sorted({*NAMES[path].split(), *getattr(module, "__all__", ()), *own} - MISSPELT)
+    return sorted({*NAMES[path].split(), *getattr(module, "__all__", ()), *own} - MISSPELLED)
 
 
 def facts_of(value: Any, package: str) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def collect(root: str = "opacus") -> dict[str, Any]:
 
 
 def _stand_in_for_lightning() -> None:
-    """Opacus's module for Lightning needs one class of that package, to inherit from."""
+    """Adds a placeholder for ``pytorch_lightning``, from which Opacus's Lightning module inherits."""
     try:
         importlib.import_module("pytorch_lightning")
     except ImportError:

@@ -27,10 +27,10 @@ class Run:
         wrapper: A key of ``WRAPPERS``; one process has none.
         mode: ``grad_sample_mode``. One process has ``"ghost"`` or ``"hooks"``.
         clipping: As for ``make_private``.
-        batch: Expected rows of a batch, over all processes.
-        physical: Most rows of a process at once.
-        steps: Logical batches.
-        skips_empty: Whether a process without rows leaves out forward and backward.
+        batch: Expected batch size over all processes.
+        physical: Largest physical batch of a process.
+        steps: Number of logical batches.
+        skips_empty: True if a process without samples skips forward and backward.
         more: Other arguments of ``make_private``.
     """
 
@@ -51,7 +51,7 @@ def network() -> nn.Module:
 
 
 def data() -> TensorDataset:
-    """Points in some classes."""
+    """Returns points and their classes."""
     generator = seeded(3)
     return TensorDataset(
         torch.randn(ROWS, WIDTH, generator=generator), torch.randint(0, CLASSES, (ROWS,), generator=generator)
@@ -63,7 +63,7 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def made_private(model: nn.Module, data_loader: DataLoader[Any], *, engine: Any = None, **asked: Any) -> Any:
+def make_private_with_sgd(model: nn.Module, data_loader: DataLoader[Any], *, engine: Any = None, **asked: Any) -> Any:
     """Makes a model private with plain SGD, by default with a new engine."""
     settings = {"noise_multiplier": 0.8, "max_grad_norm": 0.5} | asked
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -97,8 +97,8 @@ WRAPPERS: dict[str, Any] = {
 }
 
 
-class Started:
-    """A run that this process has started, by itself or with others."""
+class StartedRun:
+    """Run in this process, alone or together with other processes."""
 
     def __init__(self, run: Run, *, loader: DataLoader[Any] | None = None, noise_seed: int = 1):
         self.run, self.plain = run, network()
@@ -125,7 +125,7 @@ class Started:
         self.model = made if isinstance(made, nn.Module) else self.plain
         reduction = dict(run.more).get("loss_reduction", "mean")
         self.criterion = criterion[0] if criterion else nn.CrossEntropyLoss(reduction=reduction)
-        self.sizes: list[int] = []  # rows of each chunk
+        self.sizes: list[int] = []  # number of samples in each chunk
 
     def train(self) -> dict[str, Any]:
         """Trains for the steps of the run, and returns the result."""
@@ -158,9 +158,9 @@ class Started:
         return {"weights": whole_weights(self.plain), "public": public, "sizes": self.sizes}
 
 
-def all_trained(runs: list[Run]) -> list[dict[str, Any]]:
+def train_all(runs: list[Run]) -> list[dict[str, Any]]:
     """Trains several runs in sequence."""
-    return [Started(run).train() for run in runs]
+    return [StartedRun(run).train() for run in runs]
 
 
 def assert_run_of_one_process(of_ranks: list[dict[str, Any]], alone: dict[str, Any], case: object) -> None:
@@ -169,10 +169,10 @@ def assert_run_of_one_process(of_ranks: list[dict[str, Any]], alone: dict[str, A
         assert isinstance(one, dict), one
         assert all(torch.equal(w, of_ranks[0]["weights"][name]) for name, w in one["weights"].items()), case
         assert one["public"] == alone["public"], case
-    assert difference(bare(of_ranks[0]["weights"]), bare(alone["weights"])) < 1e-6, case
+    assert difference(without_prefixes(of_ranks[0]["weights"]), without_prefixes(alone["weights"])) < 1e-6, case
 
 
-def bare(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def without_prefixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the entries without the prefixes of wrappers, sorted by name."""
     found = {name.replace("module.", ""): weight for name, weight in weights.items()}
     return dict(sorted(found.items()))

@@ -97,7 +97,7 @@ def run(parts, skips, *, clears=True):
     return found
 
 
-def times(grads, factor):
+def scaled(grads, factor):
     return {name: grad * factor for name, grad in grads.items()}
 
 
@@ -117,5 +117,5 @@ def test_skipped_steps_are_divided_as_one_batch_and_accumulated_passes_by_their_
     found = run(parts, skips)
     assert len(found) == skips.count(False)
     for grads, expected in found:
-        assert_same(times(grads, factor * SIZE), expected)
+        assert_same(scaled(grads, factor * SIZE), expected)
     assert steps_in_history(parts) == len(skips)  # each batch is charged

@@ -21,7 +21,7 @@ def as_file(content):
     return file
 
 
-def saved(parts, **more):
+def save(parts, **more):
     file = io.BytesIO()
     parts.engine.save_checkpoint(path=file, module=parts.model, **more)
     file.seek(0)
@@ -39,7 +39,7 @@ def test_a_run_continues_with_its_weights_and_its_privacy_cost(mode, poisson):
     options = {"grad_sample_mode": mode, "poisson_sampling": poisson, "noise_multiplier": 1.0}
     parts = private(**options)
     train(parts)
-    file = saved(parts, optimizer=parts.optimizer, checkpoint_dict={"epoch": 7})
+    file = save(parts, optimizer=parts.optimizer, checkpoint_dict={"epoch": 7})
     other = private(module=model(9), **options)
     content = other.engine.load_checkpoint(path=file, module=other.model, optimizer=other.optimizer)
     assert content["epoch"] == 7
@@ -62,7 +62,7 @@ def test_schedulers_are_saved_under_their_names():
     parts, schedulers = make()
     for scheduler in schedulers.values():
         scheduler.step()
-    file = saved(parts, optimizer=parts.optimizer, **schedulers)
+    file = save(parts, optimizer=parts.optimizer, **schedulers)
     content = torch.load(file, weights_only=False)
     assert set(content) == {
         "module_state_dict",
@@ -100,7 +100,7 @@ def test_a_file_that_opacus_wrote_is_read(prefix):
 def test_loading_an_earlier_history_warns():
     parts = private(noise_multiplier=1.0)
     train(parts, 2)
-    file, again = saved(parts), saved(parts)
+    file, again = save(parts), save(parts)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyWarning)
         parts.engine.load_checkpoint(path=again, module=parts.model)
@@ -112,19 +112,19 @@ def test_loading_an_earlier_history_warns():
 def test_loading_a_history_that_contains_all_steps_of_the_engine_does_not_warn():
     first = private(noise_multiplier=1.0)
     train(first, steps=2)
-    file = saved(first)
+    file = save(first)
     train(first, steps=2)
-    longer = saved(first)
+    longer = save(first)
     other = private(noise_multiplier=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyWarning)
         other.engine.load_checkpoint(path=file, module=other.model)
         train(other, steps=1)
-        own = saved(other)
+        own = save(other)
         other.engine.load_checkpoint(path=own, module=other.model)
         other.engine.load_checkpoint(path=longer, module=other.model)
         train(other, steps=1)
-        other.engine.load_checkpoint(path=saved(other), module=other.model)
+        other.engine.load_checkpoint(path=save(other), module=other.model)
 
 
 def test_loading_a_checkpoint_without_the_saved_steps_of_the_engine_warns():
@@ -133,9 +133,9 @@ def test_loading_a_checkpoint_without_the_saved_steps_of_the_engine_warns():
     train(first, steps=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyWarning)
-        first.engine.load_checkpoint(path=saved(first), module=first.model)
+        first.engine.load_checkpoint(path=save(first), module=first.model)
     with pytest.warns(PrivacyWarning, match=r"DPE021.*2 steps of this engine are no longer accounted"):
-        first.engine.load_checkpoint(path=saved(other), module=first.model)
+        first.engine.load_checkpoint(path=save(other), module=first.model)
 
 
 @pytest.mark.parametrize("entry", [([1.0], 0.5, 2), (), ("a note",), (torch.tensor(1.0), torch.tensor(0.5), 2), 7])
@@ -146,10 +146,10 @@ def test_any_history_entry_of_a_custom_accountant_can_be_saved_and_loaded(entry)
     train(parts, steps=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyWarning)
-        parts.engine.load_checkpoint(path=saved(parts), module=parts.model)
+        parts.engine.load_checkpoint(path=save(parts), module=parts.model)
 
 
-class Secretive(Counting):
+class UnreadableAccountant(Counting):
     """An accountant whose history cannot be read."""
 
     @property
@@ -168,7 +168,7 @@ def test_an_unreadable_history_counts_as_empty():
     dataset = rows()
     train(private(noise_multiplier=1.0, dataset=dataset))
     second = private(noise_multiplier=1.0, dataset=dataset)
-    second.engine.accountant = Secretive()
+    second.engine.accountant = UnreadableAccountant()
     with pytest.warns(PrivacyWarning, match=r"DPE012.*Another engine"):
         train(second)
 
@@ -177,7 +177,7 @@ def test_an_unreadable_history_counts_as_empty():
 def test_loading_a_history_without_the_unsaved_steps_of_the_engine_warns(noise, steps):
     first = private(noise_multiplier=noise)
     train(first, steps=steps)
-    file = saved(first)
+    file = save(first)
     other = private(noise_multiplier=1.0)
     train(other, steps=1)
     with pytest.warns(PrivacyWarning, match=r"DPE021.*1 steps of this engine are no longer accounted"):
@@ -197,7 +197,7 @@ def test_an_engine_that_loads_the_history_of_another_over_the_same_data_does_not
 
     first = make()
     train(first, steps=2)
-    file = saved(first)
+    file = save(first)
     second = make()
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyWarning)
@@ -214,7 +214,7 @@ def test_an_engine_that_loads_the_history_of_another_over_the_same_data_does_not
 
 def test_a_part_missing_from_the_checkpoint_or_the_arguments_warns():
     parts = private(noise_multiplier=1.0)
-    without, with_it = saved(parts), saved(parts, optimizer=parts.optimizer)
+    without, with_it = save(parts), save(parts, optimizer=parts.optimizer)
     with pytest.warns(UserWarning, match="optimizer is not in the checkpoint"):
         parts.engine.load_checkpoint(path=without, module=parts.model, optimizer=parts.optimizer)
     with pytest.warns(UserWarning, match="optimizer was not passed"):
@@ -235,7 +235,7 @@ def test_an_invalid_checkpoint_is_a_value_error_and_changes_nothing():
     other = private(engine=PrivacyEngine(accountant="gdp"), noise_multiplier=1.0)
     train(other)
     with pytest.raises(ValueError, match="gdp"):
-        parts.engine.load_checkpoint(path=saved(other), module=parts.model)
+        parts.engine.load_checkpoint(path=save(other), module=parts.model)
     assert torch.equal(weights(parts), before)
 
 
@@ -251,7 +251,7 @@ def test_arguments_for_torch_are_passed_on():
     assert not file.getvalue().startswith(b"PK")
     file.seek(0)
     assert all(key.startswith("inner.") for key in torch.load(file, weights_only=False)["module_state_dict"])
-    bare = saved(parts)
+    bare = save(parts)
     with pytest.raises(RuntimeError, match="Missing key"):
         short = torch.load(bare, weights_only=False)
         short["module_state_dict"].popitem()
@@ -264,24 +264,24 @@ def test_arguments_for_torch_are_passed_on():
     parts.engine.load_checkpoint(path=bare, module=parts.model, torch_load_kwargs={"map_location": "cpu"})
 
 
-class Runs:
+class RunsCode:
     """Sets a flag when it is unpickled."""
 
     ran = False
 
     def __reduce__(self):
-        return setattr, (Runs, "ran", True)
+        return setattr, (RunsCode, "ran", True)
 
 
 def test_a_file_that_may_run_code_is_loaded_only_on_request(monkeypatch):
-    monkeypatch.setattr(Runs, "ran", False)
+    monkeypatch.setattr(RunsCode, "ran", False)
     parts = private(noise_multiplier=1.0)
     before = weights(parts).clone()
-    file = saved(parts, checkpoint_dict={"extra": Runs()})
+    file = save(parts, checkpoint_dict={"extra": RunsCode()})
     with pytest.raises(ValueError, match=r"may run code.*torch_load_kwargs=\{'weights_only': False\}") as caught:
         parts.engine.load_checkpoint(path=file, module=parts.model)
-    assert not Runs.ran and torch.equal(weights(parts), before)
+    assert not RunsCode.ran and torch.equal(weights(parts), before)
     file.seek(0)
     fix = str(caught.value).rpartition("pass ")[2].removesuffix(".")
     eval(f"parts.engine.load_checkpoint(path=file, module=parts.model, {fix})", {"parts": parts, "file": file})
-    assert Runs.ran
+    assert RunsCode.ran

@@ -25,7 +25,7 @@ SPELLINGS = {
 }
 
 
-def made(reduction="mean"):
+def make_wrapped(reduction="mean"):
     torch.manual_seed(0)
     wrapped = GradSampleModuleFastGradientClipping(nn.Linear(3, 5), loss_reduction=reduction)
     optimizer = DPOptimizerFastGradientClipping(
@@ -46,7 +46,7 @@ def truth(module, inputs, targets, factor=1.0):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("criterion", SPELLINGS.values(), ids=SPELLINGS)
 def test_every_spelling_of_a_loss_gives_the_clipped_sum(criterion, reduction):
-    wrapped, optimizer, inputs, targets = made(reduction)
+    wrapped, optimizer, inputs, targets = make_wrapped(reduction)
     loss = DPLossFastGradientClipping(wrapped, optimizer, criterion, reduction)(wrapped(inputs), targets)
     expected = truth(wrapped._module, inputs, targets)
     plain = F.cross_entropy(wrapped._module.double()(inputs.double()), targets, reduction=reduction)
@@ -59,7 +59,7 @@ def test_every_spelling_of_a_loss_gives_the_clipped_sum(criterion, reduction):
 
 
 def test_the_reduction_of_the_users_criterion_stays_as_it_is():
-    wrapped, optimizer, inputs, targets = made()
+    wrapped, optimizer, inputs, targets = make_wrapped()
     own = nn.CrossEntropyLoss(reduction="sum")
     DPLossFastGradientClipping(wrapped, optimizer, own)(wrapped(inputs), targets)
     assert own.reduction == "sum"
@@ -67,7 +67,7 @@ def test_the_reduction_of_the_users_criterion_stays_as_it_is():
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_losses_add_up_and_are_scaled_before_clipping(reduction):
-    wrapped, optimizer, inputs, targets = made(reduction)
+    wrapped, optimizer, inputs, targets = make_wrapped(reduction)
     criterion = DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss(), reduction)
     out = wrapped(inputs)
     one, other = criterion(out, targets), criterion(out, targets)
@@ -103,14 +103,14 @@ def test_token_losses_belong_to_their_sample_and_ignored_tokens_to_none(shaped):
 
 
 def test_losses_that_do_not_divide_into_samples_are_rejected():
-    wrapped, optimizer, inputs, targets = made()
+    wrapped, optimizer, inputs, targets = make_wrapped()
     criterion = DPLossFastGradientClipping(wrapped, optimizer, lambda out, y: out.flatten()[:7])
     with pytest.raises(BatchDependentLossError, match="reduction"):
         criterion(wrapped(inputs), targets)
 
 
 def test_sums_of_losses_of_other_samples_and_unknown_reductions_are_rejected():
-    wrapped, optimizer, inputs, targets = made()
+    wrapped, optimizer, inputs, targets = make_wrapped()
     criterion = DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss())
     one, other = criterion(wrapped(inputs), targets), criterion(wrapped(inputs[:3]), targets[:3])
     with pytest.raises(ValueError, match=r"\(4,\) and \(3,\)"):
@@ -122,7 +122,7 @@ def test_sums_of_losses_of_other_samples_and_unknown_reductions_are_rejected():
 
 
 def test_the_adaptive_criterion_makes_the_optimizer_adaptive_once():
-    wrapped, optimizer, inputs, targets = made()
+    wrapped, optimizer, inputs, targets = make_wrapped()
     settings = {"target_unclipped_quantile": 0.5, "min_clipbound": 0.1, "max_clipbound": 9.0}
     for _ in range(2):
         criterion = DPLossFastGradientAdaptiveClipping(wrapped, optimizer, nn.CrossEntropyLoss(), **settings)

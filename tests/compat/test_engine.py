@@ -39,7 +39,7 @@ from dpengine.compat.opacus.utils.batch_memory_manager import BatchMemoryManager
 from dpengine.errors import BatchStateError, ParameterMismatchError
 
 
-def passes_booked(engine):
+def charged_passes(engine):
     """Returns the number of passes over all data in the ledger."""
     return sum(charge.event.cycles(charge.count) for charge in engine.engine.ledger.totals)
 
@@ -111,12 +111,12 @@ def two_passes(parts):
     train(parts)
 
 
-def broken_off_and_begun_again(parts):
+def interrupted_and_restarted(parts):
     for _ in range(4):
         train(parts, steps=5)
 
 
-def noise_changed_within(parts):
+def noise_changed_within_a_pass(parts):
     train(parts, steps=4)
     parts.optimizer.noise_multiplier = 2.0
     train(parts, steps=2)
@@ -124,18 +124,18 @@ def noise_changed_within(parts):
     train(parts, steps=4)
 
 
-def begun_in_the_middle(parts):
+def started_in_the_middle(parts):
     parts.loader.load_state_dict({"position": 5})
     train(parts)  # 5 batches of one pass, and 5 of the next
 
 
-def in_order_of_memory(parts):
+def with_memory_manager(parts):
     with BatchMemoryManager(data_loader=parts.loader, max_physical_batch_size=3, optimizer=parts.optimizer) as chunks:
         train(parts._replace(loader=chunks))
     train(parts)
 
 
-def batches_added_up(parts):
+def accumulated_batches(parts):
     for number, (inputs, targets) in enumerate(parts.loader, 1):
         loss(parts.model, inputs, targets).backward()
         if number % 5 == 0:
@@ -151,24 +151,24 @@ def two_iterators(parts):
 
 PASSES = [
     (two_passes, 2),
-    (broken_off_and_begun_again, 2),
-    (noise_changed_within, 3),
-    (begun_in_the_middle, 2),
-    (in_order_of_memory, 2),
-    (batches_added_up, 1),
+    (interrupted_and_restarted, 2),
+    (noise_changed_within_a_pass, 3),
+    (started_in_the_middle, 2),
+    (with_memory_manager, 2),
+    (accumulated_batches, 1),
     (two_iterators, 2),
 ]
 
 
-@pytest.mark.one_in(2, "drop_last", "does", others="slow")
+@pytest.mark.one_in(2, "drop_last", "train_passes", others="slow")
 @pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("does, expected", PASSES, ids=[does.__name__ for does, _ in PASSES])
-def test_every_pass_that_may_include_an_example_is_charged(does, expected, drop_last):
+@pytest.mark.parametrize("train_passes, expected", PASSES, ids=[train_passes.__name__ for train_passes, _ in PASSES])
+def test_every_pass_that_may_include_an_example_is_charged(train_passes, expected, drop_last):
     rest = 3 if drop_last else 0
     parts = private(count=40 + rest, noise_multiplier=1.0, shuffle=True, drop_last=drop_last)
     assert len(parts.loader) == 10
-    does(parts)
-    assert passes_booked(parts.engine) == expected
+    train_passes(parts)
+    assert charged_passes(parts.engine) == expected
 
 
 def test_batches_of_two_passes_are_never_merged_into_one_step():
@@ -211,7 +211,7 @@ def test_noise_repeats_with_a_generator_and_never_without():
 
 
 @pytest.mark.hazard("O44")
-def test_secure_mode_draws_from_a_cipher_and_takes_no_generator():
+def test_secure_mode_draws_from_a_cipher_and_rejects_a_generator():
     parts = private(engine=PrivacyEngine(secure_mode=True), noise_multiplier=1.0)
     train(parts)
     assert inside.noise_source(parts.optimizer).describe()["kind"] == "chacha20"
@@ -243,7 +243,7 @@ def test_a_frozen_parameter_is_not_moved_by_a_gradient_from_before():
 
 
 def test_a_subclass_may_return_its_own_optimizer():
-    class Halved(DPOptimizer):
+    class HalvingOptimizer(DPOptimizer):
         def scale_grad(self):
             super().scale_grad()
             for parameter in self.params:
@@ -252,7 +252,7 @@ def test_a_subclass_may_return_its_own_optimizer():
     class Engine(PrivacyEngine):
         def _prepare_optimizer(self, *, optimizer, **settings):
             names = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
-            return Halved(optimizer, **{name: settings[name] for name in names})
+            return HalvingOptimizer(optimizer, **{name: settings[name] for name in names})
 
     parts = private(engine=Engine())
     assert_clipped_step(parts.model, parts.optimizer, *next(iter(parts.loader)), size=8)
@@ -340,7 +340,7 @@ def test_each_overridable_method_receives_the_arguments_that_opacus_passes():
 
 @pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("mode", MODES)
-def test_all_of_a_run_goes_without_references(mode):
+def test_a_run_without_references_is_garbage_collected(mode):
     parts = private(noise_multiplier=1.0, grad_sample_mode=mode)
     train(parts)
     left = [weakref.ref(part) for part in (parts.engine, parts.model, parts.optimizer, parts.loader)]
@@ -354,18 +354,18 @@ COPIERS = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda one: p
 each_copier = pytest.mark.parametrize("copier", COPIERS)
 
 
-def engine_itself():
+def private_engine():
     engine = dpengine.PrivacyEngine()
     engine.make_private(**arguments())
     return engine
 
 
-def engine_of_compat():
+def private_compat_engine():
     return private(noise_multiplier=1.0).engine
 
 
 @each_copier
-@pytest.mark.parametrize("made", [engine_itself, engine_of_compat])
+@pytest.mark.parametrize("made", [private_engine, private_compat_engine])
 def test_an_engine_with_private_models_is_not_copied(copier, made):
     engine = made()
     with pytest.raises(TypeError, match=r"PrivacyEngine cannot be copied.*has private models.*checkpoint"):

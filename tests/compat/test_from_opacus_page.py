@@ -22,8 +22,8 @@ AFTER = [block for block in BLOCKS if block not in BEFORE]
 
 
 @pytest.fixture(scope="module")
-def after_the_page():
-    """Returns the names that the blocks of the page define, except the one that needs Opacus; without warnings."""
+def page_namespace():
+    """Returns the names that the blocks of the page define, without the block that needs Opacus; fails on a warning."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -39,9 +39,9 @@ def test_the_script_before_is_the_script_after_by_the_rule():
 
 
 @pytest.mark.slow
-def test_the_page_runs_and_both_interfaces_have_nearly_equal_epsilon(after_the_page):
-    theirs, ours = after_the_page["privacy_engine"].get_epsilon(1e-5), after_the_page["engine"].get_epsilon(1e-5)
-    assert 0 < after_the_page["spent"](after_the_page["history"], 1e-5) <= theirs < 1.01 * ours
+def test_the_page_runs_and_both_interfaces_have_nearly_equal_epsilon(page_namespace):
+    theirs, ours = page_namespace["privacy_engine"].get_epsilon(1e-5), page_namespace["engine"].get_epsilon(1e-5)
+    assert 0 < page_namespace["spent"](page_namespace["history"], 1e-5) <= theirs < 1.01 * ours
 
 
 def test_relative_links_exist():
@@ -51,7 +51,7 @@ def test_relative_links_exist():
 
 
 @pytest.mark.slow
-def test_names_of_dpengine_on_the_page_exist(after_the_page):
+def test_names_of_dpengine_on_the_page_exist(page_namespace):
     import dpengine
 
     names = set(re.findall(r"`dpengine\.(\w+)\(", TEXT))
@@ -63,7 +63,7 @@ def test_the_page_counts_the_scripts():
     assert f"The {['no', 'one', 'two', 'three', 'four', 'five', 'six', 'seven'][len(SCRIPTS)]} scripts of" in TEXT
 
 
-def a_run(*, layers=(), loader=None, optimizer=torch.optim.SGD, **settings):
+def private_run(*, layers=(), loader=None, optimizer=torch.optim.SGD, **settings):
     """Returns the three values of Opacus's ``make_private`` for a small model with Poisson batches of 16 samples."""
     model = nn.Sequential(nn.Linear(3, 4), *layers, nn.Linear(4, 2))
     rows = TensorDataset(torch.randn(64, 3), torch.randint(2, (64,)))
@@ -88,35 +88,35 @@ class Stream(IterableDataset):
         yield torch.zeros(3), 0
 
 
-REFUSED = {
-    "an unknown keyword": lambda: a_run(posson_sampling=False),
-    "negative noise": lambda: a_run(noise_multiplier=-1.0),
-    "a negative threshold": lambda: a_run(max_grad_norm=-1.0),
-    "batch norm": lambda: a_run(layers=[nn.BatchNorm1d(4)]),
-    "batch norm without parameters": lambda: a_run(layers=[nn.BatchNorm1d(4, affine=False)]),
-    "frozen batch norm": lambda: a_run(layers=[nn.BatchNorm1d(4).requires_grad_(False)]),
-    "batch norm without running statistics": lambda: a_run(
+REJECTED_CALLS = {
+    "an unknown keyword": lambda: private_run(posson_sampling=False),
+    "negative noise": lambda: private_run(noise_multiplier=-1.0),
+    "a negative threshold": lambda: private_run(max_grad_norm=-1.0),
+    "batch norm": lambda: private_run(layers=[nn.BatchNorm1d(4)]),
+    "batch norm without parameters": lambda: private_run(layers=[nn.BatchNorm1d(4, affine=False)]),
+    "frozen batch norm": lambda: private_run(layers=[nn.BatchNorm1d(4).requires_grad_(False)]),
+    "batch norm without running statistics": lambda: private_run(
         layers=[nn.BatchNorm1d(4, track_running_stats=False).requires_grad_(False).eval()]
     ),
-    "SyncBatchNorm": lambda: a_run(layers=[nn.SyncBatchNorm(4).requires_grad_(False).eval()]),
-    "DataParallel": lambda: a_run(layers=[nn.DataParallel(nn.Linear(4, 4))]),
-    "a copy of the optimizer": lambda: copy.deepcopy(a_run()[1]),
-    "rows drawn by weight": lambda: a_run(
+    "SyncBatchNorm": lambda: private_run(layers=[nn.SyncBatchNorm(4).requires_grad_(False).eval()]),
+    "DataParallel": lambda: private_run(layers=[nn.DataParallel(nn.Linear(4, 4))]),
+    "a copy of the optimizer": lambda: copy.deepcopy(private_run()[1]),
+    "rows drawn by weight": lambda: private_run(
         loader=DataLoader(TensorDataset(torch.zeros(64, 3)), 16, sampler=WeightedRandomSampler([1.0] * 64, 64))
     ),
-    "a stream": lambda: a_run(loader=DataLoader(Stream(), batch_size=16)),
-    "LBFGS": lambda: a_run(optimizer=torch.optim.LBFGS),
+    "a stream": lambda: private_run(loader=DataLoader(Stream(), batch_size=16)),
+    "LBFGS": lambda: private_run(optimizer=torch.optim.LBFGS),
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("what", REJECTED_CALLS)
 def test_everything_that_the_page_calls_rejected_raises(what):
     with pytest.raises((TypeError, ValueError, PrivacyError)):
-        REFUSED[what]()
+        REJECTED_CALLS[what]()
 
 
 def test_frozen_batch_norm_in_eval_mode_is_accepted():
-    model, optimizer, loader = a_run(layers=[nn.BatchNorm1d(4).requires_grad_(False).eval()])
+    model, optimizer, loader = private_run(layers=[nn.BatchNorm1d(4).requires_grad_(False).eval()])
     backward(model, next(iter(loader)))
     optimizer.step()
     model.train()
@@ -125,28 +125,28 @@ def test_frozen_batch_norm_in_eval_mode_is_accepted():
 
 
 def test_autograd_grad_for_parameters_raises_the_error_that_the_page_quotes():
-    model, _, loader = a_run()
+    model, _, loader = private_run()
     inputs, targets = next(iter(loader))
     loss = nn.functional.cross_entropy(model(inputs), targets)
-    with pytest.raises(RuntimeError) as refusal:
+    with pytest.raises(RuntimeError) as raised:
         torch.autograd.grad(loss, list(model.parameters()))
     words = "appears to not have been used in the graph"
-    assert words in str(refusal.value)
+    assert words in str(raised.value)
     assert words in TEXT
 
 
 def test_a_second_backward_a_second_step_and_samples_from_elsewhere_are_rejected():
-    model, _, loader = a_run()
+    model, _, loader = private_run()
     batch = next(iter(loader))
     backward(model, batch)
     with pytest.raises(ValueError, match="backward"):
         backward(model, batch)
-    model, optimizer, loader = a_run()
+    model, optimizer, loader = private_run()
     backward(model, next(iter(loader)))
     optimizer.step()
     with pytest.raises(ValueError, match="zero_grad"):
         optimizer.step()
-    model, optimizer, loader = a_run()
+    model, optimizer, loader = private_run()
     backward(model, (torch.randn(5, 3), torch.zeros(5, dtype=torch.long)))
     with pytest.raises(PrivacyError, match="private loader"):
         optimizer.step()
@@ -154,7 +154,7 @@ def test_a_second_backward_a_second_step_and_samples_from_elsewhere_are_rejected
 
 def test_differences_listed_on_the_page_hold():
     assert opacus.PrivacyEngine(secure_mode=True).get_epsilon(delta=1e-5) == 0
-    model, optimizer, loader = a_run()
+    model, optimizer, loader = private_run()
     batches = iter(loader)
     backward(model, next(batches))
     assert all(p.grad is None for p in model.parameters())

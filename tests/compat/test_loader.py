@@ -33,7 +33,7 @@ def drawn(loader):
     return [batch[0].tolist() for batch in loader]
 
 
-class Endless(IterableDataset):
+class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(3))
 
@@ -59,13 +59,13 @@ def test_a_pass_has_as_many_batches_as_the_original_loader(count, size):
     assert len(list(loader)) == len(plain)
 
 
-def batches_of_a_run(*, made_by_hand, **asked):
+def batches_of_a_run(*, manual, **asked):
     plain = DataLoader(rows(60), 6, shuffle=True, generator=seeded(1))
     module = model()
     *_, loader = PrivacyEngine().make_private(
         module=module,
         optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-        data_loader=DPDataLoader.from_data_loader(plain) if made_by_hand else plain,
+        data_loader=DPDataLoader.from_data_loader(plain) if manual else plain,
         noise_multiplier=1.0,
         max_grad_norm=1.0,
         **asked,
@@ -73,15 +73,15 @@ def batches_of_a_run(*, made_by_hand, **asked):
     return [inputs.tolist() for inputs, _ in loader]
 
 
-@pytest.mark.parametrize("made_by_hand", [False, True])
-def test_the_generator_of_a_loader_does_not_draw_poisson_batches(made_by_hand):
+@pytest.mark.parametrize("manual", [False, True])
+def test_the_generator_of_a_loader_does_not_draw_poisson_batches(manual):
     with pytest.warns(UserWarning, match="must be secret"):
-        one, other = (batches_of_a_run(made_by_hand=made_by_hand) for _ in range(2))
+        one, other = (batches_of_a_run(manual=manual) for _ in range(2))
     assert one != other
 
 
 def test_the_generator_of_a_loader_draws_batches_where_noise_repeats_too():
-    one, other = (batches_of_a_run(made_by_hand=False, noise_generator=seeded(2)) for _ in range(2))
+    one, other = (batches_of_a_run(manual=False, noise_generator=seeded(2)) for _ in range(2))
     assert one == other
 
 
@@ -99,13 +99,13 @@ def test_settings_of_the_loader_are_carried_over():
 
 def test_a_data_set_without_an_index_raises_a_value_error():
     with pytest.raises(ValueError, match="IterableDataset"):
-        DPDataLoader(Endless(), sample_rate=0.1)
+        DPDataLoader(Stream(), sample_rate=0.1)
     with pytest.raises(ValueError, match="IterableDataset"):
-        DPDataLoader.from_data_loader(DataLoader(Endless(), 2))
+        DPDataLoader.from_data_loader(DataLoader(Stream(), 2))
 
 
 def test_a_sampler_with_its_own_distribution_is_rejected():
-    class Twice(torch.utils.data.Sampler):
+    class RepeatingSampler(torch.utils.data.Sampler):
         def __iter__(self):
             return iter([0, 0, 1, 1])
 
@@ -113,8 +113,8 @@ def test_a_sampler_with_its_own_distribution_is_rejected():
             return 4
 
     for poisson in (True, False):
-        with pytest.raises(SamplingError, match="Twice"):
-            private_over(DataLoader(rows(), 2, sampler=Twice()), poisson)
+        with pytest.raises(SamplingError, match="RepeatingSampler"):
+            private_over(DataLoader(rows(), 2, sampler=RepeatingSampler()), poisson)
 
 
 def private_over(plain, poisson):
@@ -161,7 +161,7 @@ def test_an_empty_batch_has_the_structure_of_the_first():
     assert empty["b"].y == []
 
 
-def test_the_rows_of_an_empty_batch_may_be_on_axis_1_or_one_of_chance():
+def test_an_empty_batch_may_be_on_axis_1_or_hold_one_random_sample():
     second = wrap_collate_with_empty(collate_fn=lambda e: torch.ones(5, len(e), dtype=torch.long), batch_first=False)
     second([1])
     assert second([]).shape == (5, 0)
@@ -227,7 +227,7 @@ def test_samples_that_the_loader_did_not_draw_are_rejected():
         parts.optimizer.step()
 
 
-def test_a_pass_of_ones_own_over_the_indices_is_followed():
+def test_a_custom_loader_may_iterate_over_the_drawn_indices():
     loader = DPDataLoader(numbered(40), sample_rate=0.25)
     again = DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn)
     assert len(drawn(again)) == 4

@@ -86,7 +86,7 @@ def test_a_batch_that_was_interrupted_never_enters_another(through, workers):
 
 
 def by_sampler(*, data_loader, max_batch_size, optimizer):
-    """Builds the loader of chunks as a script does."""
+    """Builds the loader of chunks with a sampler, as scripts do."""
     sampler = BatchSplittingSampler(
         sampler=data_loader.batch_sampler, max_batch_size=max_batch_size, optimizer=optimizer
     )
@@ -94,7 +94,7 @@ def by_sampler(*, data_loader, max_batch_size, optimizer):
 
 
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
-LEAVINGS = [  # a loader of chunks, its workers, and the chunk of 15 after which the pass ends
+INTERRUPTIONS = [  # a loader of chunks, its workers, and the chunk of 15 after which the pass ends
     (wrap_data_loader, {}, 1),
     (wrap_data_loader, {"num_workers": 2}, 1),
     (wrap_data_loader, {"num_workers": 2}, 13),  # the sampler has ended by then
@@ -105,12 +105,12 @@ LEAVINGS = [  # a loader of chunks, its workers, and the chunk of 15 after which
 ]
 
 
-@pytest.mark.one_in(4, "in_parts", others="slow")
-@pytest.mark.parametrize(("in_parts", "workers", "left_at"), LEAVINGS)
-def test_an_unfinished_pass_without_the_context_does_not_affect_the_next_batch(in_parts, workers, left_at):
+@pytest.mark.one_in(4, "make_chunks", others="slow")
+@pytest.mark.parametrize(("make_chunks", "workers", "left_at"), INTERRUPTIONS)
+def test_an_unfinished_pass_without_the_context_does_not_affect_the_next_batch(make_chunks, workers, left_at):
     wrapped, optimizer = by_hand(expected_batch_size=20)
     loader = DataLoader(rows(60), 20, **workers)
-    chunks = in_parts(data_loader=loader, max_batch_size=4, optimizer=optimizer)
+    chunks = make_chunks(data_loader=loader, max_batch_size=4, optimizer=optimizer)
     skipped = []
     for inputs, targets in chunks:
         loss(wrapped, inputs, targets).backward()
@@ -125,10 +125,10 @@ def test_an_unfinished_pass_without_the_context_does_not_affect_the_next_batch(i
         assert not optimizer.step_was_skipped
 
 
-@pytest.mark.parametrize("in_parts", [wrap_data_loader, by_sampler])
-def test_a_pass_that_is_left_late_does_not_interrupt_the_one_that_followed(in_parts):
+@pytest.mark.parametrize("make_chunks", [wrap_data_loader, by_sampler])
+def test_a_pass_that_is_left_late_does_not_interrupt_the_one_that_followed(make_chunks):
     wrapped, optimizer = by_hand(expected_batch_size=6)
-    chunks = in_parts(data_loader=DataLoader(rows(), 6), max_batch_size=3, optimizer=optimizer)
+    chunks = make_chunks(data_loader=DataLoader(rows(), 6), max_batch_size=3, optimizer=optimizer)
     left = iter(chunks)
     next(left)
     expected = truth(wrapped._module, *next(iter(DataLoader(rows(), 6))))
@@ -142,15 +142,15 @@ def test_a_pass_that_is_left_late_does_not_interrupt_the_one_that_followed(in_pa
     assert_same(gradients(wrapped._module, 6), expected)
 
 
-@pytest.mark.one_in(2, "in_parts", "workers")
-@pytest.mark.parametrize("in_parts", [wrap_data_loader, by_sampler])
+@pytest.mark.one_in(2, "make_chunks", "workers")
+@pytest.mark.parametrize("make_chunks", [wrap_data_loader, by_sampler])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_pass_of_another_loader_keeps_its_signals_when_an_earlier_one_goes(in_parts, workers):
+def test_a_pass_of_another_loader_keeps_its_signals_when_an_earlier_iterator_is_deleted(make_chunks, workers):
     wrapped, optimizer = by_hand(expected_batch_size=6)
     loader = DataLoader(rows(24), 6, num_workers=workers)
     skipped = []
-    for _ in range(2):  # `batches` is bound anew, so that the iterator of the pass before goes after this one began
-        batches = iter(in_parts(data_loader=loader, max_batch_size=2, optimizer=optimizer))
+    for _ in range(2):  # rebinding `batches` deletes the iterator of the earlier pass after this one has started
+        batches = iter(make_chunks(data_loader=loader, max_batch_size=2, optimizer=optimizer))
         for _ in range(8):
             loss(wrapped, *next(batches)).backward()
             optimizer.step()
@@ -159,7 +159,7 @@ def test_a_pass_of_another_loader_keeps_its_signals_when_an_earlier_one_goes(in_
     assert skipped == [True, True, False, True, True, False, True, True] * 2
 
 
-class Torn(Dataset):
+class WithUnreadableExample(Dataset):
     """A data set of which one example cannot be read."""
 
     def __len__(self):
@@ -181,13 +181,17 @@ def backward_and_step(wrapped, optimizer, inputs, targets):
     return optimizer.step_was_skipped
 
 
-@pytest.mark.one_in(2, "in_parts", "workers")
-@pytest.mark.parametrize("in_parts", [wrap_data_loader, by_sampler])
+@pytest.mark.one_in(2, "make_chunks", "workers")
+@pytest.mark.parametrize("make_chunks", [wrap_data_loader, by_sampler])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_example_that_cannot_be_read_discards_its_batch(in_parts, workers, monkeypatch):
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)  # seconds that a worker has to stop
+def test_an_example_that_cannot_be_read_discards_its_batch(make_chunks, workers, monkeypatch):
+    monkeypatch.setattr(
+        torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5
+    )  # seconds within which a worker must stop
     wrapped, optimizer = by_hand(expected_batch_size=6)
-    chunks = in_parts(data_loader=DataLoader(Torn(), 6, num_workers=workers), max_batch_size=2, optimizer=optimizer)
+    chunks = make_chunks(
+        data_loader=DataLoader(WithUnreadableExample(), 6, num_workers=workers), max_batch_size=2, optimizer=optimizer
+    )
     with pytest.raises(OSError, match="row 3"):
         for inputs, targets in chunks:
             backward_and_step(wrapped, optimizer, inputs, targets)
@@ -195,11 +199,11 @@ def test_an_example_that_cannot_be_read_discards_its_batch(in_parts, workers, mo
     assert_a_plain_batch_is_independent(wrapped, optimizer)
 
 
-@pytest.mark.parametrize("in_parts", [wrap_data_loader, by_sampler])
-def test_an_unfinished_pass_that_resumed_after_another_one_is_discarded(in_parts):
+@pytest.mark.parametrize("make_chunks", [wrap_data_loader, by_sampler])
+def test_an_unfinished_pass_that_resumed_after_another_one_is_discarded(make_chunks):
     wrapped, optimizer = by_hand(expected_batch_size=6)
     older, other = (
-        in_parts(data_loader=DataLoader(rows(), 6), max_batch_size=2, optimizer=optimizer) for _ in range(2)
+        make_chunks(data_loader=DataLoader(rows(), 6), max_batch_size=2, optimizer=optimizer) for _ in range(2)
     )
     batches = iter(older)
     skipped = [backward_and_step(wrapped, optimizer, *next(batches)) for _ in range(3)]
@@ -255,7 +259,7 @@ def test_alternating_between_chunks_of_two_passes_is_rejected():
 
 
 @pytest.mark.parametrize("left_out", [None, 5])
-def test_parts_that_are_fetched_at_once_are_a_step_each_and_so_is_what_follows_a_pass(left_out):
+def test_chunks_that_are_fetched_at_once_are_separate_steps_and_the_next_batch_is_independent(left_out):
     wrapped, optimizer = by_hand(expected_batch_size=6)
     chunks = wrap_data_loader(data_loader=DataLoader(rows(), 6), max_batch_size=2, optimizer=optimizer)
     if left_out is None:
@@ -288,11 +292,11 @@ def signals_to(optimizer, loader):
     return signals, wrap_data_loader(data_loader=loader, max_batch_size=3, optimizer=optimizer)
 
 
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
-def test_a_loader_and_its_copies_report_to_the_optimizer_that_was_named_last(copied):
+@pytest.mark.parametrize("make_copy", [copy.copy, copy.deepcopy])
+def test_a_loader_and_its_copies_report_to_the_optimizer_that_was_named_last(make_copy):
     (_, first), (_, second) = by_hand(), by_hand()
     loader = DPDataLoader(rows(40), sample_rate=0.25, generator=torch.Generator().manual_seed(0))
-    other = copied(loader)
+    other = make_copy(loader)
     before, chunks = signals_to(first, loader)
     assert len(list(chunks)) == len(before) > before.count(False) == len(loader)
     passed = len(before)
@@ -306,10 +310,10 @@ def test_a_loader_and_its_copies_report_to_the_optimizer_that_was_named_last(cop
 def test_a_loader_does_not_keep_an_optimizer_alive():
     loader, (_, optimizer) = DPDataLoader(rows(40), sample_rate=0.25), by_hand()
     wrap_data_loader(data_loader=loader, max_batch_size=3, optimizer=optimizer)
-    gone = weakref.ref(optimizer)
+    reference = weakref.ref(optimizer)
     del optimizer
     gc.collect()
-    assert gone() is None
+    assert reference() is None
     assert len(list(loader)) == len(loader)
 
 
@@ -322,12 +326,12 @@ def test_a_loader_of_dpengine_is_not_split_for_an_optimizer_built_by_hand():
 
 def test_chunks_are_nearly_equal_and_the_last_one_is_marked():
     _, optimizer = by_hand()
-    asked = []
-    optimizer.signal_skip_step = lambda do_skip=True: asked.append(do_skip)
+    signals = []
+    optimizer.signal_skip_step = lambda do_skip=True: signals.append(do_skip)
     sampler = BatchSampler(SequentialSampler(range(11)), 7, drop_last=False)
     parts = BatchSplittingSampler(sampler=sampler, max_batch_size=3, optimizer=optimizer)
     assert list(parts) == [[0, 1, 2], [3, 4], [5, 6], [7, 8], [9, 10]]
-    assert asked == [True, True, False, True, False]
+    assert signals == [True, True, False, True, False]
     assert len(parts) == 5
     with pytest.raises(ValueError, match="max_physical_batch_size"):
         BatchMemoryManager(data_loader=None, max_physical_batch_size=0, optimizer=optimizer)

@@ -31,28 +31,30 @@ from dpengine.errors import (
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 
 
-def of_engine(module=None, **asked):
-    """Returns the same parts from the engine itself."""
+def engine_parts(module=None, **more):
+    """Returns a model, an optimizer and a loader that ``dpengine.PrivacyEngine`` made private."""
     module = module or model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     loader = DataLoader(rows(24), 8)
-    return dpengine.PrivacyEngine(seed=1).make_private(module, optimizer, loader, noise_multiplier=1.0, **asked)
+    return dpengine.PrivacyEngine(seed=1).make_private(module, optimizer, loader, noise_multiplier=1.0, **more)
 
 
-def of_compat(module=None, *, seed=1, **asked):
+def compat_parts(module=None, *, seed=1, **more):
     module = module or model()
-    repeats = {"noise_generator": torch.Generator().manual_seed(seed)}  # and so do batches, by the loader's generator
-    asked = {"noise_multiplier": 1.0, "max_grad_norm": 1.0} | repeats | asked
+    repeats = {
+        "noise_generator": torch.Generator().manual_seed(seed)
+    }  # the generator of the loader makes batches repeatable, too
+    more = {"noise_multiplier": 1.0, "max_grad_norm": 1.0} | repeats | more
     made = PrivacyEngine().make_private(
         module=module,
         optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
         data_loader=DataLoader(rows(24), 8, generator=torch.Generator().manual_seed(seed)),
-        **asked,
+        **more,
     )
     return made[0], made[1], made[-1]
 
 
-both = pytest.mark.parametrize("door", [of_engine, of_compat])
+both_interfaces = pytest.mark.parametrize("make_parts", [engine_parts, compat_parts])
 
 
 def step(wrapped, optimizer, inputs, targets):
@@ -61,7 +63,7 @@ def step(wrapped, optimizer, inputs, targets):
     optimizer.step()
 
 
-def ahead(loader, count):
+def fetching_ahead(loader, count):
     waiting = deque()
     for one in loader:
         waiting.append(one)
@@ -70,10 +72,12 @@ def ahead(loader, count):
     yield from waiting
 
 
-@pytest.mark.parametrize("wrap", [list, lambda loader: ahead(loader, 1), lambda loader: ahead(loader, 2)])
-@both
-def test_batches_that_were_fetched_ahead_are_named_as_such(door, wrap):
-    wrapped, optimizer, loader = door()
+@pytest.mark.parametrize(
+    "wrap", [list, lambda loader: fetching_ahead(loader, 1), lambda loader: fetching_ahead(loader, 2)]
+)
+@both_interfaces
+def test_batches_that_were_fetched_ahead_are_named_as_such(make_parts, wrap):
+    wrapped, optimizer, loader = make_parts()
     before = flat(wrapped.state_dict())
     with pytest.raises(BatchMismatchError, match=r"fetched ahead.*do not call list\(loader\).*num_workers"):
         for inputs, targets in wrap(loader):
@@ -83,7 +87,7 @@ def test_batches_that_were_fetched_ahead_are_named_as_such(door, wrap):
 
 
 def test_chunks_that_were_fetched_ahead_are_named_as_such():
-    module, optimizer, loader = of_engine(physical_batch_size=3)
+    module, optimizer, loader = engine_parts(physical_batch_size=3)
     with pytest.raises(BatchStateError, match=r"fetches ahead.*do not call list\(loader\)"):
         for inputs, targets in list(loader):
             step(module, optimizer, inputs, targets)
@@ -95,25 +99,25 @@ OTHER_NUMBERS_OF_SAMPLES = {
 }
 
 
-@pytest.mark.parametrize(("change", "says"), OTHER_NUMBERS_OF_SAMPLES.values(), ids=OTHER_NUMBERS_OF_SAMPLES)
-@both
-def test_samples_that_were_filtered_or_doubled_are_named_as_such(door, change, says):
-    wrapped, optimizer, loader = door()
-    with pytest.raises(BatchMismatchError, match=says):
+@pytest.mark.parametrize(("change", "message"), OTHER_NUMBERS_OF_SAMPLES.values(), ids=OTHER_NUMBERS_OF_SAMPLES)
+@both_interfaces
+def test_samples_that_were_filtered_or_doubled_are_named_as_such(make_parts, change, message):
+    wrapped, optimizer, loader = make_parts()
+    with pytest.raises(BatchMismatchError, match=message):
         for inputs, targets in loader:
             step(wrapped, optimizer, change(inputs), change(targets))
 
 
-@both
-def test_a_batch_of_another_models_loader_is_named_as_such(door):
-    other = door()[2]
-    wrapped, optimizer, _ = door(model(1))
+@both_interfaces
+def test_a_batch_of_another_models_loader_is_named_as_such(make_parts):
+    other = make_parts()[2]
+    wrapped, optimizer, _ = make_parts(model(1))
     with pytest.raises(BatchStateError, match=r"private loader of this model.*has its own loader"):
         step(wrapped, optimizer, *next(iter(other)))
 
 
 def test_a_loader_that_is_private_already_is_named_as_such():
-    loader = of_engine()[2]
+    loader = engine_parts()[2]
     module = model(1)
     with pytest.raises(SamplingError, match=r"private already.*plain loader"):
         dpengine.PrivacyEngine().make_private(
@@ -121,9 +125,9 @@ def test_a_loader_that_is_private_already_is_named_as_such():
         )
 
 
-@both
-def test_a_penalty_on_weights_is_pointed_to_weight_decay(door):
-    wrapped, optimizer, loader = door()
+@both_interfaces
+def test_the_error_for_a_penalty_on_weights_suggests_weight_decay(make_parts):
+    wrapped, optimizer, loader = make_parts()
     with pytest.raises(MissingGradientError, match=r"penalty on weights.*weight_decay="):
         for inputs, targets in loader:
             penalty = sum(p.square().sum() for p in wrapped.parameters())
@@ -131,14 +135,14 @@ def test_a_penalty_on_weights_is_pointed_to_weight_decay(door):
             optimizer.step()
 
 
-@both
-def test_data_parallel_is_pointed_to_one_process_for_each_device(door):
+@both_interfaces
+def test_the_error_for_data_parallel_suggests_one_process_for_each_device(make_parts):
     with pytest.raises(UnsupportedLayerError, match=r"DataParallel.*DistributedDataParallel.*torchrun"):
-        door(nn.DataParallel(model()))
+        make_parts(nn.DataParallel(model()))
 
 
 NOISE_FOR = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.1}
-MISSPELT = [
+MISSPELLED = [
     ("get_epsilon", lambda: PrivacyEngine().get_epsilon(dleta=1e-5), "delta"),
     ("from_data_loader", lambda: DPDataLoader.from_data_loader(DataLoader(rows(), 4), distribted=True), "distributed"),
     ("get_noise_multiplier", lambda: get_noise_multiplier(**NOISE_FOR, epoch=3), "epochs"),
@@ -153,9 +157,9 @@ MISSPELT = [
 ]
 
 
-@pytest.mark.parametrize(("called", "call", "meant"), MISSPELT)
+@pytest.mark.parametrize(("called", "call", "meant"), MISSPELLED)
 @pytest.mark.hazard("O34")
-def test_a_misspelt_keyword_raises_an_error_that_names_the_nearest(called, call, meant):
+def test_a_misspelled_keyword_raises_an_error_that_names_the_nearest(called, call, meant):
     with pytest.raises(TypeError, match=rf"{called}\(\) has no argument .* Did you mean '{meant}'"):
         call()
 
@@ -163,7 +167,7 @@ def test_a_misspelt_keyword_raises_an_error_that_names_the_nearest(called, call,
 # Other methods than forward
 
 
-class Encodes(nn.Module):
+class EncoderModel(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
@@ -181,7 +185,7 @@ OTHER_MODES = ["hooks", "functorch", "ew", "ghost"]
 
 @pytest.mark.parametrize("mode", OTHER_MODES)
 def test_a_backward_pass_through_another_method_is_named_at_the_step(mode):
-    wrapped, optimizer, loader = of_compat(Encodes(), grad_sample_mode=mode)
+    wrapped, optimizer, loader = compat_parts(EncoderModel(), grad_sample_mode=mode)
     wrapped.encode(next(iter(loader))[0]).square().mean().backward()
     with pytest.raises(BatchStateError, match=r"'first'.*model\.encode\(x\).*forward may choose"):
         optimizer.step()
@@ -191,8 +195,8 @@ def test_a_backward_pass_through_another_method_is_named_at_the_step(mode):
 @pytest.mark.parametrize("mode", OTHER_MODES)
 @pytest.mark.parametrize("stepped", [False, True])
 def test_samples_of_another_method_do_not_add_to_the_next_batch(mode, stepped):
-    wrapped, optimizer, loader = of_compat(
-        Encodes(), grad_sample_mode=mode, noise_multiplier=0.0, poisson_sampling=False
+    wrapped, optimizer, loader = compat_parts(
+        EncoderModel(), grad_sample_mode=mode, noise_multiplier=0.0, poisson_sampling=False
     )
     batches = iter(loader)
     wrapped.encode(next(batches)[0]).square().mean().backward()
@@ -208,7 +212,7 @@ def test_samples_of_another_method_do_not_add_to_the_next_batch(mode, stepped):
 
 @pytest.mark.parametrize("cleared", [False, True])
 def test_samples_of_another_method_do_not_add_to_the_next_batch_by_hand(cleared):
-    wrapped, optimizer = by_hand(Encodes())
+    wrapped, optimizer = by_hand(EncoderModel())
     wrapped.encode(batch()[0] + 1).square().mean().backward()
     if not cleared:
         with pytest.raises(BatchStateError, match="was not called by the model"):
@@ -220,19 +224,19 @@ def test_samples_of_another_method_do_not_add_to_the_next_batch_by_hand(cleared)
     assert_same(gradients(wrapped._module, 4), expected)
 
 
-# Messages of the engine that need more detail here
+# Messages of the engine that need more detail in compat
 
 
 def test_the_error_for_an_unused_parameter_names_the_engine_that_allows_it():
     idle = Parts(lambda m, inputs: m.used(inputs), used=model(), idle=nn.Linear(2, 2))
-    wrapped, optimizer, loader = of_compat(idle)
+    wrapped, optimizer, loader = compat_parts(idle)
     with pytest.raises(MissingGradientError, match=r"idle.*unused_parameters='zero' to dpengine\.PrivacyEngine"):
         step(wrapped, optimizer, *next(iter(loader)))
 
 
 def test_per_parameter_thresholds_must_be_assigned_again_after_one_was_frozen():
     module = model()
-    wrapped, optimizer, loader = of_compat(module, clipping="per_layer", max_grad_norm=1.0)
+    wrapped, optimizer, loader = compat_parts(module, clipping="per_layer", max_grad_norm=1.0)
     frozen = next(module.parameters())
     frozen.requires_grad_(False)
     inputs, targets = next(iter(loader))
@@ -256,13 +260,13 @@ def test_per_parameter_thresholds_must_be_assigned_again_after_one_was_frozen():
         {"target_unclipped_quantile": 1.0},
     ],
 )
-def test_settings_of_adaptive_clipping_are_rejected_by_the_name_that_they_were_given(setting):
+def test_invalid_settings_of_adaptive_clipping_are_rejected_by_name(setting):
     with pytest.raises(ValueError, match=f"{next(iter(setting))}=.*must be a number above 0 and (finite|below 1)"):
-        of_compat(clipping="adaptive", **setting)
+        compat_parts(clipping="adaptive", **setting)
 
 
 def test_a_setting_of_adaptive_clipping_that_is_rejected_changes_nothing():
-    _, optimizer, _ = of_compat(clipping="adaptive")
+    _, optimizer, _ = compat_parts(clipping="adaptive")
     with pytest.raises(ValueError, match="clipbound_learning_rate=-1"):
         optimizer.clipbound_learning_rate = -1
     with pytest.raises(ValueError, match="max_clipbound=100"):
@@ -275,7 +279,7 @@ def test_a_setting_of_adaptive_clipping_that_is_rejected_changes_nothing():
 
 def test_merged_batches_of_one_pass_do_not_warn():
     forget_notices()
-    wrapped, optimizer, loader = of_compat(poisson_sampling=False)
+    wrapped, optimizer, loader = compat_parts(poisson_sampling=False)
     batches = iter(loader)
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyWarning)
@@ -286,7 +290,7 @@ def test_merged_batches_of_one_pass_do_not_warn():
 
 
 def test_the_error_for_a_step_without_hooks_and_gradients_names_grad_sample():
-    wrapped, optimizer, loader = of_compat(grad_sample_mode="no_op")
+    wrapped, optimizer, loader = compat_parts(grad_sample_mode="no_op")
     with pytest.raises(
         BatchStateError, match=r"no p\.grad_sample was written.*write p\.grad_sample of every parameter"
     ):

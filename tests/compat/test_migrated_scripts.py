@@ -36,7 +36,7 @@ OPACUS = {
 def assert_no_more_than_opacus(name, result, *, quick):
     """Asserts that epsilon, or the calibrated noise, is at most 1 % above that of Opacus.
 
-    It may be less: Opacus's accountants return upper bounds with a margin of their own.
+    It may be lower, because Opacus's accountants return looser upper bounds.
     """
     epsilon, sigma = OPACUS[name][0 if quick else 1]
     assert 0.9 * epsilon < result["epsilon"] <= 1.01 * epsilon
@@ -70,7 +70,7 @@ def test_a_short_run_has_the_epsilon_of_opacus(name, capsys):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_whole_run_learns_and_has_the_epsilon_of_opacus(name, tmp_path):
-    guessing = {"image_classifier": 0.1, "text_lstm": 1 / 3, "text_transformer": 1 / 3}.get(name, 0.765)
+    chance_accuracy = {"image_classifier": 0.1, "text_lstm": 1 / 3, "text_transformer": 1 / 3}.get(name, 0.765)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::Warning"}
     command = [sys.executable, "-W", "error", str(FOLDER / f"{name}.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
@@ -79,11 +79,11 @@ def test_a_whole_run_learns_and_has_the_epsilon_of_opacus(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
     result = json.loads(done.stdout.splitlines()[-1])
     assert_no_more_than_opacus(name, result, quick=False)
-    assert result["accuracy"] > guessing + 0.02
+    assert result["accuracy"] > chance_accuracy + 0.02
 
 
 def one_step(module, mode, model, criterion, batch, bound):
-    """The clipped sums of one step without noise, by parameter, through the names that the script imports."""
+    """Returns the clipped sums of one step without noise, with the engine that the script imports."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = {p: name for name, p in model.named_parameters()}
     with warnings.catch_warnings():
@@ -167,8 +167,8 @@ def test_chunks_of_a_batch_add_up_to_the_sums_of_a_loop_over_samples():
             max_grad_norm=bound,
             poisson_sampling=False,
         )
-    _, pieces = module.train_epoch(args, wrapped, criterion, optimizer, loader)
-    assert pieces == 4
+    _, chunks = module.train_epoch(args, wrapped, criterion, optimizer, loader)
+    assert chunks == 4
     for name, p in model.named_parameters():
         torch.testing.assert_close(ROWS * (before[name] - p.detach().double()), truth[name], rtol=0, atol=1e-5)
 
@@ -185,7 +185,7 @@ def test_texts_are_the_same_each_time_and_balanced():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_figures_of_opacus_are_those_of_opacus(name, tmp_path):
+def test_the_stored_figures_equal_those_of_the_installed_opacus(name, tmp_path):
     pytest.importorskip("opacus")
     for other in FOLDER.glob("*.py"):
         (tmp_path / other.name).write_text(written_for_opacus(other.read_text(encoding="utf-8")), encoding="utf-8")

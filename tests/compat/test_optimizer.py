@@ -76,10 +76,10 @@ def test_noise_has_the_standard_deviation_of_multiplier_times_threshold():
 
 
 def test_a_manually_attached_accountant_observes_each_step_and_accumulation():
-    accountant, heard = RDPAccountant(), []
+    accountant, observed = RDPAccountant(), []
     wrapped, optimizer = by_hand(noise_multiplier=2.0)
     optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=0.1))
-    optimizer.attach_step_hook(lambda one: heard.append(one.accumulated_iterations))
+    optimizer.attach_step_hook(lambda one: observed.append(one.accumulated_iterations))
     backward(wrapped)
     optimizer.step()
     optimizer.zero_grad()
@@ -87,7 +87,7 @@ def test_a_manually_attached_accountant_observes_each_step_and_accumulation():
     backward(wrapped)
     optimizer.step()
     assert accountant.history == [(2.0, pytest.approx(0.1), 1), (2.0, pytest.approx(0.2), 1)]
-    assert heard == [1, 2]
+    assert observed == [1, 2]
     optimizer.step_hook = None
     assert optimizer.step_hook is None
 
@@ -191,11 +191,11 @@ def test_a_learning_rate_schedule_around_the_private_optimizer_reaches_the_updat
 
 
 def test_hooks_of_users_on_steps_are_called_once():
-    parts, heard = private(), []
-    parts.optimizer.register_step_pre_hook(lambda *_: heard.append("pre"))
-    parts.optimizer.register_step_post_hook(lambda *_: heard.append("post"))
+    parts, observed = private(), []
+    parts.optimizer.register_step_pre_hook(lambda *_: observed.append("pre"))
+    parts.optimizer.register_step_post_hook(lambda *_: observed.append("post"))
     train(parts, steps=2)
-    assert heard == ["pre", "post"] * 2
+    assert observed == ["pre", "post"] * 2
 
 
 @pytest.mark.parametrize("kinds", [(DPPerLayerOptimizer, DPOptimizer), (DPOptimizer, DPPerLayerOptimizer)])
@@ -233,14 +233,14 @@ def test_each_parameter_is_clipped_to_its_own_threshold():
         optimizer.max_grad_norms = bounds[:3]
 
 
-def adaptive(**changed):
+def adaptive_optimizer(**changed):
     settings = {"target_unclipped_quantile": 0.5, "unclipped_num_std": 1.0, "noise_multiplier": 1.0}
     bounds = {"clipbound_learning_rate": 0.2, "max_clipbound": 10.0, "min_clipbound": 0.01}
     return by_hand(kind=AdaClipDPOptimizer, **(settings | bounds | changed))
 
 
 def test_the_adaptive_optimizer_keeps_its_settings_and_counts_samples():
-    wrapped, optimizer = adaptive()
+    wrapped, optimizer = adaptive_optimizer()
     assert (optimizer.target_unclipped_quantile, optimizer.unclipped_num_std) == (0.5, 1.0)
     for name, value in {"clipbound_learning_rate": 0.4, "max_clipbound": 5.0, "min_clipbound": 0.02}.items():
         setattr(optimizer, name, value)
@@ -252,7 +252,7 @@ def test_the_adaptive_optimizer_keeps_its_settings_and_counts_samples():
     assert optimizer.max_grad_norm != 1.0
     for wrong in ({"max_clipbound": 0.001}, {"noise_multiplier": 3.0}):
         with pytest.raises(ValueError, match=r"clipbound|unclipped_num_std"):
-            adaptive(**wrong)
+            adaptive_optimizer(**wrong)
 
 
 def test_the_ghost_optimizer_offers_accumulate_for_clipping():

@@ -1,4 +1,4 @@
-"""Optimizers with a custom step, called whole or in parts, and optimizers over parts of a model."""
+"""Optimizers with a custom step, called as a whole or in parts, and optimizers over parts of a model."""
 
 import warnings
 
@@ -38,7 +38,7 @@ from dpengine.errors import (
 
 
 class OwnNoise(DPOptimizer):
-    """Noise as in research code."""
+    """Custom ``add_noise`` as in research code."""
 
     drawn = 0
 
@@ -74,7 +74,7 @@ def test_noise_has_the_given_standard_deviation_and_shape():
 
 
 @pytest.mark.parametrize("secure", [False, True])
-def test_a_generator_makes_it_repeat(secure):
+def test_a_generator_makes_the_noise_repeatable(secure):
     def drawn():
         generator = torch.Generator().manual_seed(4)
         return [_generate_noise(1.0, torch.empty(5), generator, secure) for _ in range(2)]
@@ -95,7 +95,7 @@ def test_a_gradient_that_a_step_already_used_is_rejected():
 
 
 class OwnStep(DPOptimizer):
-    """A user's step, composed of the methods that Opacus has."""
+    """Custom step composed of Opacus's methods."""
 
     def pre_step(self, closure=None):
         self.clip_and_accumulate()
@@ -137,24 +137,24 @@ def test_add_noise_on_part_of_a_batch_raises_and_changes_no_weight():
 
 
 def test_an_overridden_add_noise_is_used_and_charged():
-    class Silent(DPOptimizer):
+    class NoiselessOptimizer(DPOptimizer):
         def add_noise(self):
             for parameter in self.params:
                 parameter.grad = parameter.summed_grad.clone()
 
-    wrapped, optimizer = by_hand(kind=Silent, noise_multiplier=5.0)
+    wrapped, optimizer = by_hand(kind=NoiselessOptimizer, noise_multiplier=5.0)
     for _ in range(2):
         assert_clipped_step(wrapped, optimizer, *batch())
 
 
 def test_the_gradient_of_an_overridden_add_noise_is_divided_by_the_batch_size():
-    class Moved(DPOptimizer):
+    class ShiftingOptimizer(DPOptimizer):
         def add_noise(self):
             super().add_noise()
             for parameter in self.params:
                 parameter.grad = parameter.grad + 1.0
 
-    wrapped, optimizer = by_hand(kind=Moved)
+    wrapped, optimizer = by_hand(kind=ShiftingOptimizer)
     expected = {name: total + 1 for name, total in truth(wrapped._module, *batch()).items()}
     backward(wrapped)
     optimizer.step()
@@ -164,7 +164,7 @@ def test_the_gradient_of_an_overridden_add_noise_is_divided_by_the_batch_size():
 @pytest.mark.parametrize("calls_super", [False, True])
 @pytest.mark.parametrize("through", ["make_private", "by hand"])
 def test_sums_of_an_overridden_clip_and_accumulate_get_noise(calls_super, through):
-    class Signs(DPOptimizer):
+    class SignOptimizer(DPOptimizer):
         def clip_and_accumulate(self):
             seen = {p: sum(p.grad_sample).sign() for p in self.params}
             if calls_super:
@@ -172,10 +172,10 @@ def test_sums_of_an_overridden_clip_and_accumulate_get_noise(calls_super, throug
             for parameter, total in seen.items():
                 parameter.summed_grad = total
 
-    wrapped, optimizer = by_hand(kind=Signs)
+    wrapped, optimizer = by_hand(kind=SignOptimizer)
     parts = private(noise_multiplier=1.0)
     if through == "make_private":
-        parts.optimizer.__class__ = Signs
+        parts.optimizer.__class__ = SignOptimizer
         parts.optimizer.noise_multiplier = 0.0
         wrapped, optimizer = parts.model, parts.optimizer
         inputs, targets = next(iter(parts.loader))
@@ -353,14 +353,14 @@ def test_sums_extended_by_more_backward_passes_are_accepted(mode):
     assert parts.optimizer.params[0].grad is not None
 
 
-def test_a_manual_optimizer_over_a_model_of_an_engine_takes_no_step():
+def test_a_manual_optimizer_over_a_model_of_an_engine_cannot_step():
     made = private()
     before = {name: p.clone() for name, p in made.model.named_parameters()}
-    by_hand_too = optimizer_of(made.model.parameters(), noise_multiplier=0.1)
+    manual_optimizer = optimizer_of(made.model.parameters(), noise_multiplier=0.1)
     inputs, targets = next(iter(made.loader))
     loss(made.model, inputs, targets).backward()
     with pytest.raises(ParameterMismatchError, match="does not include the steps of this optimizer"):
-        by_hand_too.step()
+        manual_optimizer.step()
     assert_same(dict(made.model.named_parameters()), before)
 
 

@@ -11,9 +11,8 @@ from compat.opacus_facts import FACTS, NAMES, OPERATORS, VERSION, collect, facts
 ROOT = "dpengine.compat.opacus"
 TABLE = json.loads(FACTS.read_text(encoding="utf-8"))
 
-# Members that Opacus leaves without an underscore though only its own machinery calls them. The design page promises
-# what scripts use, and does not name these.
-NOT_PROMISED = {
+# Members without an underscore that only Opacus itself calls. Scripts do not need them.
+NOT_PROVIDED = {
     "capture_activations_hook",
     "capture_backprops_hook",
     "forward_layer",
@@ -26,8 +25,8 @@ NOT_PROMISED = {
     "set_pattern_param_sample_norm_sum",
     "unsqueeze_0_2",
 }
-# Functions that must reject a misspelt keyword: explicit keywords, no **kwargs.
-SPELLED_OUT = {
+# Functions that must reject a misspelled keyword: explicit keywords, no **kwargs.
+EXPLICIT_KEYWORDS = {
     "privacy_engine:PrivacyEngine.make_private",
     "privacy_engine:PrivacyEngine.make_private_with_epsilon",
     "utils.adaptive_clipping.adaptive_clipping_utils:PrivacyEngineAdaptiveClipping.make_private",
@@ -36,9 +35,9 @@ SPELLED_OUT = {
 BY_POSITION = ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD", "VAR_POSITIONAL")
 
 
-def call_faults(theirs, ours, spelled_out=False):
+def call_differences(theirs, ours, explicit=False):
     """Lists differences that would break a call that Opacus accepts. The package may have more optional arguments."""
-    swallows = any(kind == "VAR_KEYWORD" for _, kind, _ in theirs)
+    accepts_any = any(kind == "VAR_KEYWORD" for _, kind, _ in theirs)
     positional = [[one for one in call if one[1] in BY_POSITION] for call in (theirs, ours)]
     keywords = [{one[0]: one for one in call if one[1] not in (*BY_POSITION, "VAR_KEYWORD")} for call in (theirs, ours)]
     more = positional[1][len(positional[0]) :]
@@ -50,11 +49,11 @@ def call_faults(theirs, ours, spelled_out=False):
     needed = sorted(name for name, (_, _, default) in keywords[1].items() if name not in keywords[0] and default == "")
     if needed:
         yield f"needs more keywords: {needed}"
-    if any(kind == "VAR_KEYWORD" for _, kind, _ in ours) and (spelled_out or not swallows):
+    if any(kind == "VAR_KEYWORD" for _, kind, _ in ours) and (explicit or not accepts_any):
         yield "has **kwargs"
 
 
-def faults(key, theirs, value):
+def object_differences(key, theirs, value):
     """Lists the differences of our object for one key of the table."""
     ours = facts_of(value, "dpengine")
     if theirs["kind"] != ours["kind"]:
@@ -62,9 +61,9 @@ def faults(key, theirs, value):
         return
     if "value" in theirs and theirs["value"] != ours["value"]:
         yield f"is {ours['value']}, expected {theirs['value']}"
-    yield from call_faults(theirs.get("call", []), ours.get("call", []))
+    yield from call_differences(theirs.get("call", []), ours.get("call", []))
     for name, member in theirs.get("members", {}).items():
-        if name in NOT_PROMISED:
+        if name in NOT_PROVIDED:
             continue
         if not hasattr(value, name):
             yield f".{name} is missing"
@@ -74,19 +73,19 @@ def faults(key, theirs, value):
             yield f".{name} is a {mine['kind']}, expected a {member['kind']}"
         elif "call" in member and mine["kind"] != member["kind"]:
             yield f".{name} is a {mine['kind']}, expected a {member['kind']}"
-        elif not _called_by_python_or_torchs_own(value, name):
-            spelled_out = f"{key}.{name}" in SPELLED_OUT
-            for fault in call_faults(member.get("call", []), mine.get("call", []), spelled_out):
-                yield f".{name}: {fault}"
+        elif not _is_operator_or_defined_by_torch(value, name):
+            explicit = f"{key}.{name}" in EXPLICIT_KEYWORDS
+            for difference in call_differences(member.get("call", []), mine.get("call", []), explicit):
+                yield f".{name}: {difference}"
 
 
-def _called_by_python_or_torchs_own(value, name):
-    """Returns True for operators, which only syntax calls, except ``__call__``; and for members that torch defines."""
+def _is_operator_or_defined_by_torch(value, name):
+    """Returns True for operators other than ``__call__``, and for members that torch defines."""
     owner = next((base for base in value.__mro__ if name in vars(base)), value)
     return name in OPERATORS - {"__call__"} or owner.__module__.split(".")[0] == "torch"
 
 
-def ours_of(path):
+def module_at(path):
     """Returns the package's module for a path. Only the one for Lightning may need a package that is not installed."""
     try:
         return module_of(ROOT, path)
@@ -98,13 +97,16 @@ def ours_of(path):
 
 @pytest.mark.parametrize("path", NAMES, ids=lambda path: path or "root")
 def test_every_name_of_a_path_has_its_arguments_kinds_and_defaults(path):
-    module = ours_of(path)
+    module = module_at(path)
     found = []
     for name, key in TABLE["paths"][path].items():
         if not hasattr(module, name):
             found.append(f"{name} is missing")
             continue
-        found += [f"{name} {fault}" for fault in faults(key, TABLE["objects"][key], getattr(module, name))]
+        found += [
+            f"{name} {difference}"
+            for difference in object_differences(key, TABLE["objects"][key], getattr(module, name))
+        ]
     assert not found, "\n".join(found)
 
 
@@ -135,14 +137,14 @@ def test_star_imports_give_the_names_of_all():
         assert not missing, f"{path}: {missing}"
 
 
-def test_the_table_is_about_the_mirrored_version():
+def test_the_table_has_the_mirrored_version():
     assert TABLE["version"] == VERSION == importlib.import_module(ROOT).__version__
     assert list(TABLE["paths"]) == list(NAMES)
 
 
 def test_exempted_members_exist_in_opacus():
     there = {name for one in TABLE["objects"].values() for name in one.get("members", ())}
-    assert there >= NOT_PROMISED
+    assert there >= NOT_PROVIDED
 
 
 def test_the_table_matches_the_installed_opacus():
@@ -162,17 +164,17 @@ DIFFERENT = {
     "kind": (lambda a, b=1: None, lambda a, *, b=1: None),
     "order": (lambda a, b: None, lambda b, a: None),
     "more": (lambda a: None, lambda a, *, b: None),
-    "swallows": (lambda a: None, lambda a, **kwargs: None),
+    "kwargs": (lambda a: None, lambda a, **kwargs: None),
 }
 
 
 @pytest.mark.parametrize("theirs, ours", DIFFERENT.values(), ids=DIFFERENT)
 def test_a_different_signature_is_detected(theirs, ours):
-    assert list(call_faults(_call(theirs), _call(ours)))
+    assert list(call_differences(_call(theirs), _call(ours)))
 
 
 def test_explicit_keywords_may_replace_kwargs():
     theirs, ours = _call(lambda a, *, b=1, **kwargs: None), _call(lambda a, *, c=2, b=1: None)
-    assert not list(call_faults(theirs, ours))
-    assert list(call_faults(theirs, theirs, spelled_out=True))
-    assert list(call_faults(theirs, ours[:1]))
+    assert not list(call_differences(theirs, ours))
+    assert list(call_differences(theirs, theirs, explicit=True))
+    assert list(call_differences(theirs, ours[:1]))

@@ -32,42 +32,42 @@ from dpengine.compat.opacus.grad_sample import (
 )
 from dpengine.errors import BatchMismatchError, BatchStateError
 
-SHOWING = {mode: wrapper for mode, wrapper in WRAPPERS.items() if mode != "ghost"}
+WITH_GRAD_SAMPLE = {mode: wrapper for mode, wrapper in WRAPPERS.items() if mode != "ghost"}
 ALL_WRAPPERS = [*WRAPPERS.values(), GradSampleModuleNoOp]
-each_showing = pytest.mark.parametrize("wrap", SHOWING.values(), ids=SHOWING)
+each_wrapper = pytest.mark.parametrize("wrap", WITH_GRAD_SAMPLE.values(), ids=WITH_GRAD_SAMPLE)
 
 
-def of_rows(module, inputs, targets):
+def sample_gradients(module, inputs, targets):
     return stacked(per_sample_gradients(module, lambda out, y: (out - y).square().sum(), (inputs,), targets))
 
 
-def shown(wrapped):
+def grad_samples(wrapped):
     return {name: p.grad_sample.double() for name, p in wrapped._module.named_parameters()}
 
 
-@each_showing
+@each_wrapper
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_grad_sample_is_the_gradient_of_each_samples_loss(wrap, reduction):
     wrapped = wrap(model(), loss_reduction=reduction)
     assert all(p.grad_sample is None for p in wrapped.parameters())
     per_row = (wrapped(batch()[0]) - batch()[1]).square().sum(dim=1)
     getattr(per_row, reduction)().backward()
-    assert_same(shown(wrapped), of_rows(wrapped._module, *batch()))
+    assert_same(grad_samples(wrapped), sample_gradients(wrapped._module, *batch()))
 
 
-@each_showing
+@each_wrapper
 def test_several_passes_are_a_list_until_they_are_cleared(wrap):
     wrapped = wrap(model())
     loss(wrapped, *batch()).backward()
     loss(wrapped, *batch(2, start=4)).backward()
-    expected = [of_rows(wrapped._module, *batch()), of_rows(wrapped._module, *batch(2, start=4))]
+    expected = [sample_gradients(wrapped._module, *batch()), sample_gradients(wrapped._module, *batch(2, start=4))]
     for number, truths in enumerate(expected):
         assert_same({n: p.grad_sample[number].double() for n, p in wrapped._module.named_parameters()}, truths)
     wrapped.zero_grad()
     assert all(p.grad_sample is None for p in wrapped.parameters())
 
 
-@each_showing
+@each_wrapper
 def test_axis_0_is_the_sample_for_either_batch_first(wrap):
     wrapped = wrap(nn.Linear(3, 2), batch_first=False)
     inputs = torch.randn(5, 4, 3)  # 5 tokens of 4 samples
@@ -77,7 +77,7 @@ def test_axis_0_is_the_sample_for_either_batch_first(wrap):
             wrapped._module, lambda out, _: out.square().sum(), (inputs.transpose(0, 1),), torch.zeros(4)
         )
     )
-    assert_same(shown(wrapped), truths)
+    assert_same(grad_samples(wrapped), truths)
 
 
 @pytest.mark.one_in(2, "write", "through", others="slow")
@@ -99,7 +99,7 @@ def test_gradients_written_to_grad_sample_are_clipped(write, through):
     if through == "make_private":
         wrapped, optimizer = parts.model, parts.optimizer
         inputs, targets = next(iter(parts.loader))
-    samples = of_rows(wrapped._module, inputs, targets)
+    samples = sample_gradients(wrapped._module, inputs, targets)
     norms = torch.cat([g.flatten(1) for g in samples.values()], dim=1).norm(dim=1) * 0.01
     expected = {n: 0.01 * torch.einsum("b...,b->...", g, (0.1 / norms).clamp(max=1)) for n, g in samples.items()}
     loss(wrapped, inputs, targets).backward()
@@ -110,19 +110,19 @@ def test_gradients_written_to_grad_sample_are_clipped(write, through):
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "says"),
+    ("change", "error", "message"),
     [
         (lambda grad_sample: torch.randn(4, 3, 3), ValueError, r"0\.weight"),
         (lambda grad_sample: grad_sample[:2], BatchMismatchError, "saw 4 samples"),
     ],
     ids=["another shape", "fewer samples"],
 )
-def test_a_grad_sample_that_does_not_fit_is_rejected(change, error, says):
+def test_a_grad_sample_that_does_not_fit_is_rejected(change, error, message):
     wrapped, optimizer = by_hand()
     loss(wrapped, *batch()).backward()
     weight = wrapped._module[0].weight
     weight.grad_sample = change(weight.grad_sample)
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         optimizer.step()
 
 
@@ -166,7 +166,7 @@ def test_to_standard_module_removes_all_traces_of_the_wrapper(wrap):
     plain.zero_grad()
     loss(plain, *batch()).backward()
     assert all(p.grad.any() for p in plain.parameters())
-    wrap(plain)  # and again
+    wrap(plain)  # can be wrapped again
 
 
 COPIES = {
@@ -182,17 +182,17 @@ def _saved(one):
     return file.getvalue()
 
 
-@pytest.mark.one_in(6, "moment", "copied", "wrap", others="slow")
-@pytest.mark.one_in(3, "moment", "copied", "wrap")
+@pytest.mark.one_in(6, "moment", "make_copy", "wrap", others="slow")
+@pytest.mark.one_in(3, "moment", "make_copy", "wrap")
 @pytest.mark.parametrize("moment", ["new", "after backward"])
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+@pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("wrap", WRAPPERS.values())
-def test_copies_of_a_wrapper_have_their_own_hooks(wrap, copied, moment):
+def test_copies_of_a_wrapper_have_their_own_hooks(wrap, make_copy, moment):
     wrapped = wrap(model(), batch_first=True, loss_reduction="sum")
     wrapped.forbid_grad_accumulation()
     if moment == "after backward":
         loss(wrapped, *batch()).backward()
-    other = copied(wrapped)
+    other = make_copy(wrapped)
     assert type(other) is type(wrapped)
     assert (other.loss_reduction, other.grad_accumulation_allowed) == ("sum", False)
     other.zero_grad()
@@ -255,17 +255,19 @@ def test_reattaching_hooks_within_a_batch_discards_its_sums():
     assert_clipped_step(wrapped, optimizer, *batch(start=4))
 
 
-@pytest.mark.parametrize(("off", "says"), [("remove_hooks", "has no gradients"), ("disable_hooks", "hooks are off")])
-def test_without_hooks_a_private_step_is_rejected(off, says):
+@pytest.mark.parametrize(
+    ("method", "message"), [("remove_hooks", "has no gradients"), ("disable_hooks", "hooks are off")]
+)
+def test_without_hooks_a_private_step_is_rejected(method, message):
     parts = private(noise_multiplier=1.0)
     before = parts.model._module[0].weight.clone()
-    getattr(parts.model, off)()
-    with pytest.raises(BatchStateError, match=says):
+    getattr(parts.model, method)()
+    with pytest.raises(BatchStateError, match=message):
         train(parts)
     assert torch.equal(parts.model._module[0].weight, before)
 
 
-@each_showing
+@each_wrapper
 def test_only_train_mode_with_gradients_is_recorded(wrap):
     wrapped = wrap(model())
     with torch.no_grad():
@@ -294,7 +296,7 @@ def test_trainable_layers_with_buffers_are_rejected_if_strict():
         assert len(make.validate(Scaled())) == 1
     wrapped = GradSampleModule(Scaled(), strict=False)
     loss(wrapped, *batch()).backward()
-    assert_same(shown(wrapped), of_rows(wrapped._module, *batch()))
+    assert_same(grad_samples(wrapped), sample_gradients(wrapped._module, *batch()))
 
 
 def test_norms_and_factors_of_ghost_wrappers_are_per_sample():
@@ -302,7 +304,7 @@ def test_norms_and_factors_of_ghost_wrappers_are_per_sample():
     with pytest.raises(AttributeError, match="No norms yet"):
         wrapped.get_norm_sample()
     loss(wrapped, *batch()).backward()
-    norms = torch.cat([g.flatten(1) for g in of_rows(wrapped._module, *batch()).values()], dim=1).norm(dim=1)
+    norms = torch.cat([g.flatten(1) for g in sample_gradients(wrapped._module, *batch()).values()], dim=1).norm(dim=1)
     torch.testing.assert_close(wrapped.get_norm_sample().double(), norms, rtol=1e-5, atol=0)
     torch.testing.assert_close(wrapped.get_clipping_coef().double(), (0.5 / norms).clamp(max=1), rtol=1e-5, atol=0)
     assert wrapped.trainable_parameters == list(wrapped._module.parameters())

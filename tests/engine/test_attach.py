@@ -91,7 +91,7 @@ def test_several_threads_may_make_models_private_at_once():
 @pytest.mark.one_in(3, "mode", others="slow")
 @pytest.mark.one_in(2, "mode")
 @every_mode
-def test_all_of_a_run_goes_without_references(mode):
+def test_a_run_without_references_is_garbage_collected(mode):
     loop = make_loop(noise_multiplier=1.0, grad_sample_mode=mode)
     train(loop)
     parts = (loop.engine, loop.model, loop.optimizer, loop.loader, loop.loader.dataset)

@@ -143,7 +143,7 @@ def test_a_machine_without_apt_gets_the_other_remedy(machine, monkeypatch):
         fetch("fashion-mnist")
 
 
-def test_an_unknown_name_is_rejected_with_the_known_ones():
+def test_an_unknown_name_is_rejected_and_the_error_lists_the_known_names():
     with pytest.raises(ValueError, match=r"'compas' is unknown\. Choose one of: fashion-mnist"):
         fetch("compas")
 

@@ -166,7 +166,7 @@ def test_missing_datasets_raise_and_suggest_a_command(bare_machine, monkeypatch)
     assert caught.value.code == "DPE020"
 
 
-def test_an_unknown_name_is_rejected_with_the_known_ones():
+def test_an_unknown_name_is_rejected_and_the_error_lists_the_known_names():
     with pytest.raises(ValueError, match=r"'cifar' is unknown\. Choose one of: fashion-mnist, mnist5k, digits"):
         load_images("cifar")
 

@@ -1,4 +1,4 @@
-"""The history of an accountant, its state dictionary, the optimizer hook, the registry, and accountants of users."""
+"""The history of an accountant, its state dictionary, the optimizer hook, the registry, and custom accountants."""
 
 import copy
 import io
@@ -27,9 +27,9 @@ EVENT = PoissonGaussianEvent(0.1, 1.0)
 
 @pytest.fixture
 def accountant():
-    made = create_accountant("rdp")
-    made.history = [(1.0, 0.1, 3), (2.0, 0.1, 1)]
-    return made
+    result = create_accountant("rdp")
+    result.history = [(1.0, 0.1, 3), (2.0, 0.1, 1)]
+    return result
 
 
 def steps(accountant):
@@ -57,7 +57,7 @@ def test_the_history_shows_charges_of_the_engine_at_once():
     assert ledger.steps == 4
 
 
-def test_a_ledger_must_be_one(accountant):
+def test_the_ledger_must_be_a_ledger(accountant):
     with pytest.raises(TypeError, match="Ledger"):
         accountant.ledger = []
 
@@ -166,13 +166,13 @@ def test_an_accountant_can_be_copied_and_pickled(accountant):
         assert len(accountant) == 2
 
 
-def test_a_subclass_may_keep_the_history_as_scripts_do():
-    class Doubling(RDPAccountant):
+def test_a_subclass_may_edit_the_history_in_its_step():
+    class DoublingAccountant(RDPAccountant):
         def step(self, *, noise_multiplier, sample_rate):
             last = self.history.pop() if self.history else (noise_multiplier, sample_rate, 0)
             self.history.append((*last[:2], last[2] + 2))
 
-    accountant = Doubling()
+    accountant = DoublingAccountant()
     for _ in range(3):
         accountant.step(noise_multiplier=1.0, sample_rate=0.1)
     assert accountant.history == [(1.0, 0.1, 6)]
@@ -182,7 +182,7 @@ MECHANISMS = {"rdp": RDPAccountant, "prv": PRVAccountant, "gdp": GaussianAccount
 HISTORY = [(1.0, 0.1, 3), (2.0, 0.05, 7)]
 
 
-def through_a_file(state):
+def save_and_load(state):
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -198,7 +198,7 @@ def test_a_state_survives_save_and_load(mechanism):
     accountant.step(noise_multiplier=1.0, sample_rate=0.1)
     assert state["history"] == HISTORY  # a copy
     other = create_accountant(mechanism)
-    other.load_state_dict(through_a_file(state))
+    other.load_state_dict(save_and_load(state))
     assert other.history == HISTORY
 
 
@@ -211,7 +211,7 @@ def test_a_destination_is_filled_and_returned():
 def test_charges_that_triples_cannot_express_survive_save_and_load():
     accountant, other = create_accountant("prv"), create_accountant("prv")
     accountant.ledger.charge(CyclicGaussianEvent(0.1, 1.0, 50, "run"), count=60)
-    other.load_state_dict(through_a_file(accountant.state_dict()))
+    other.load_state_dict(save_and_load(accountant.state_dict()))
     assert other.ledger.history == accountant.ledger.history
     assert other.get_epsilon(1e-5) == accountant.get_epsilon(1e-5)
 
@@ -259,13 +259,13 @@ def test_create_accountant_builds_the_class_of_a_name(mechanism, kind):
     assert kind.mechanism() == mechanism
 
 
-def test_an_unknown_name_is_rejected_with_the_known_ones():
+def test_an_unknown_name_is_rejected_and_the_error_lists_the_known_names():
     with pytest.raises(ValueError, match="'rdp', 'gdp', 'prv'"):
         create_accountant("moments")
 
 
-class Counting(IAccountant):
-    """An accountant of a user: pure Gaussian, one unit of epsilon a step."""
+class CountingAccountant(IAccountant):
+    """Custom accountant whose epsilon is the sum of steps divided by their noise multiplier."""
 
     def __init__(self):
         super().__init__()
@@ -287,7 +287,7 @@ class Counting(IAccountant):
 @pytest.fixture
 def counting(monkeypatch):
     monkeypatch.setattr(registry, "_ACCOUNTANTS", dict(registry._ACCOUNTANTS))
-    register_accountant("counting", Counting)
+    register_accountant("counting", CountingAccountant)
 
 
 @pytest.mark.usefixtures("counting")
@@ -311,12 +311,12 @@ def test_calibration_uses_a_custom_accountant_with_its_keywords():
 @pytest.mark.usefixtures("counting")
 def test_registering_a_name_again_requires_force():
     with pytest.raises(ValueError, match="force=True"):
-        register_accountant("rdp", Counting)
+        register_accountant("rdp", CountingAccountant)
     assert create_accountant("rdp").mechanism() == "rdp"
-    register_accountant("rdp", Counting, force=True)
-    assert type(create_accountant("rdp")) is Counting
+    register_accountant("rdp", CountingAccountant, force=True)
+    assert type(create_accountant("rdp")) is CountingAccountant
 
 
-def test_an_accountant_must_be_complete():
+def test_the_abstract_accountant_cannot_be_created():
     with pytest.raises(TypeError, match="abstract"):
         IAccountant()

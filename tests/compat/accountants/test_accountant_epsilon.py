@@ -83,7 +83,7 @@ def test_rdp_gives_opacus_figures(figure):
         for figure in FIGURES
     ],
 )
-def test_prv_gives_opacus_figures_less_the_error_that_it_adds(figure):
+def test_prv_gives_opacus_figures_without_their_error_term(figure):
     found = with_history("prv", figure.history).get_epsilon(DELTA)
     assert figure.prv - 2 * EPS_ERROR <= found <= figure.prv * 1.002
 
@@ -100,8 +100,8 @@ def test_gdp_is_an_upper_bound_and_no_looser_than_the_others(figure):
 
 
 def test_gdp_has_no_amplification_without_poisson_sampling():
-    sampled, whole = with_history("gdp", [(5.0, 0.01, 20)]), with_history("gdp", [(5.0, 1.0, 20)])
-    assert sampled.get_epsilon(DELTA, poisson=False) == whole.get_epsilon(DELTA) > 10 * sampled.get_epsilon(DELTA)
+    sampled, full_batch = with_history("gdp", [(5.0, 0.01, 20)]), with_history("gdp", [(5.0, 1.0, 20)])
+    assert sampled.get_epsilon(DELTA, poisson=False) == full_batch.get_epsilon(DELTA) > 10 * sampled.get_epsilon(DELTA)
 
 
 def test_rdp_uses_the_given_orders():
@@ -188,10 +188,10 @@ def test_no_accountant_fails_over_a_grid():
     ("history", "delta"),
     [
         ([(0.45, 0.3, 300)], 1e-5),  # epsilon near 1e3
-        ([(0.5, 0.1, 10)], 1e-1),  # data of ten rows
+        ([(0.5, 0.1, 10)], 1e-1),  # a data set of ten examples
         ([(1.0, 0.5, 20)], 1e-2),
-        ([(0.005, 0.01, 10)], 1e-5),  # losses too large for a mesh
-        ([(1.0, 0.01, 10_000)], 1e-13),  # less than rounding
+        ([(0.005, 0.01, 10)], 1e-5),  # losses too large for a grid
+        ([(1.0, 0.01, 10_000)], 1e-13),  # delta below the rounding error
         ([(1.0, 0.1, 20)], 0.05),
         ([(0.6, 1.0, 5)], 0.05),
         ([(0.4, 0.5, 100)], 1e-3),
@@ -224,7 +224,7 @@ def test_prv_accepts_error_tolerances_and_rejects_invalid_ones():
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_a_misspelt_keyword_is_rejected_and_those_of_other_accountants_are_not(mechanism):
+def test_a_misspelled_keyword_is_rejected_and_keywords_of_other_accountants_are_accepted(mechanism):
     accountant = with_history(mechanism, [(5.0, 1.0, 1)])
     accountant.get_epsilon(DELTA, alphas=[2, 8], eps_error=0.1, delta_error=1e-8, poisson=True)
     with pytest.raises(TypeError, match="'eps_error'"):
@@ -240,14 +240,16 @@ def test_a_delta_out_of_range_is_rejected(mechanism, delta):
 
 CYCLIC = CyclicGaussianEvent(0.1, 1.0, 5, "run")
 MATRIX = MatrixGaussianEvent(2.0, 10, (1.0, 2.5), "run")
-ONE_SIZE = FixedSizeGaussianEvent(1000, 50, 4.0)
-CUT = TruncatedGaussianEvent(1000, 0.05, 80, 4.0)
+FIXED_SIZE = FixedSizeGaussianEvent(1000, 50, 4.0)
+TRUNCATED = TruncatedGaussianEvent(1000, 0.05, 80, 4.0)
 SELECTED = RepeatAndSelectEvent(((release_event(noise_multiplier=2.0, sample_rate=0.1), 10),), 5.0)
 
 
 @pytest.mark.parametrize("mechanism", ["rdp", "gdp"])
-@pytest.mark.parametrize("event", [CYCLIC, MATRIX, ONE_SIZE, CUT, SELECTED], ids=lambda event: type(event).__name__)
-def test_releases_without_noise_and_rate_count(mechanism, event):
+@pytest.mark.parametrize(
+    "event", [CYCLIC, MATRIX, FIXED_SIZE, TRUNCATED, SELECTED], ids=lambda event: type(event).__name__
+)
+def test_events_without_a_noise_multiplier_and_a_rate_are_counted(mechanism, event):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PrivacyWarning)
         one, more = (with_events(mechanism, (event, count)).get_epsilon(DELTA) for count in (10, 20))
@@ -262,7 +264,7 @@ def test_correlated_noise_has_the_epsilon_of_its_history_entries():
     assert same.get_epsilon(DELTA) == pytest.approx(accountant.get_epsilon(DELTA), rel=1e-12)
 
 
-@pytest.mark.parametrize("event", [CYCLIC, ONE_SIZE, CUT, SELECTED], ids=lambda event: type(event).__name__)
+@pytest.mark.parametrize("event", [CYCLIC, FIXED_SIZE, TRUNCATED, SELECTED], ids=lambda event: type(event).__name__)
 def test_history_entries_of_other_events_cost_at_least_as_much(event):
     accountant = with_events("rdp", (event, 20))
     triples = with_history("rdp", [tuple(entry) for entry in accountant.history])

@@ -1,4 +1,4 @@
-"""The formulas as functions, and privacy random variables by hand."""
+"""The formulas as functions, and manually composed privacy random variables."""
 
 import inspect
 import math
@@ -23,11 +23,11 @@ DELTA = 1e-5
 
 
 def test_divergences_have_the_shape_of_the_orders():
-    alone = rdp.compute_rdp(q=0.01, noise_multiplier=1.0, steps=10, orders=2.5)
+    single = rdp.compute_rdp(q=0.01, noise_multiplier=1.0, steps=10, orders=2.5)
     several = rdp.compute_rdp(q=0.01, noise_multiplier=1.0, steps=10, orders=[2.5, 4, 70])
-    assert isinstance(alone, float)
+    assert isinstance(single, float)
     assert several.shape == (3,)
-    assert several[0] == alone
+    assert several[0] == single
     assert rdp.compute_rdp(q=1.0, noise_multiplier=2.0, steps=10, orders=4) == pytest.approx(10 * 4 / 8)
 
 
@@ -40,12 +40,12 @@ def test_epsilon_follows_from_divergences():
     orders = [1.5, 2, 3, 5, 9, 20]
     values = rdp.compute_rdp(q=0.02, noise_multiplier=1.5, steps=300, orders=orders)
     epsilon, best = rdp.get_privacy_spent(orders=orders, rdp=values, delta=DELTA)
-    by_hand = [
+    expected = [
         value + math.log1p(-1 / order) - math.log(DELTA * order) / (order - 1)
         for order, value in zip(orders, values, strict=True)
     ]
-    assert epsilon == pytest.approx(min(by_hand))
-    assert best == orders[int(np.argmin(by_hand))]
+    assert epsilon == pytest.approx(min(expected))
+    assert best == orders[int(np.argmin(expected))]
 
 
 def test_a_best_order_at_the_end_of_the_range_warns():
@@ -152,25 +152,25 @@ def composed():
 def test_manually_computed_losses_give_the_bounds_of_the_releases(composed):
     charges = [Charge(release_event(noise_multiplier=s, sample_rate=q), n) for s, q, n in RELEASES]
     lower, estimate, upper = composed.compute_epsilon(DELTA, DELTA / 1000, 0.01)
-    sure, _, at_most = bounds_of(charges, DELTA, "pld")
-    assert lower <= at_most
-    assert sure <= upper <= 1.005 * at_most
+    true_lower, _, true_upper = bounds_of(charges, DELTA, "pld")
+    assert lower <= true_upper
+    assert true_lower <= upper <= 1.005 * true_upper
     assert lower <= estimate <= upper
 
 
 def test_epsilon_from_the_composed_masses_is_nearly_equal(composed):
     _, estimate, _ = composed.compute_epsilon(DELTA, DELTA / 1000, 0.01)
-    alone = DiscretePRV(composed.pmf, composed.domain)
-    assert len(alone) == composed.domain.size
+    single = DiscretePRV(composed.pmf, composed.domain)
+    assert len(single) == composed.domain.size
     assert composed.pmf.sum() == pytest.approx(1.0)
-    low, about, high = alone.compute_epsilon(DELTA, DELTA / 1000, 0.01)
-    assert low < about < high
-    assert about == pytest.approx(estimate, rel=2e-3)
-    assert high == pytest.approx(about + 0.01, rel=1e-3)
-    assert alone.compute_delta_estimate(about) == pytest.approx(DELTA, rel=1e-6)
+    low, middle, high = single.compute_epsilon(DELTA, DELTA / 1000, 0.01)
+    assert low < middle < high
+    assert middle == pytest.approx(estimate, rel=2e-3)
+    assert high == pytest.approx(middle + 0.01, rel=1e-3)
+    assert single.compute_delta_estimate(middle) == pytest.approx(DELTA, rel=1e-6)
 
 
-def test_masses_that_were_changed_count_as_they_are(composed):
+def test_changed_masses_change_epsilon(composed):
     dprv = DiscretePRV(composed.pmf, composed.domain)
     changed = discretize(TruncatedPrivacyRandomVariable(PoissonSubsampledGaussianPRV(0.1, 1.0), -5, 5), dprv.domain)
     before = changed.compute_epsilon(DELTA, DELTA / 1000, 0.01)
@@ -199,7 +199,7 @@ def test_tiny_noise_and_large_losses_are_discretized():
     assert composed.compute_epsilon(DELTA, 0.0, 0.1)[2] > 600
 
 
-def test_sums_of_losses_lie_where_they_should():
+def test_composed_losses_add_up():
     domain = Domain(-1.0, 4.0, 6)
     first, second = (DiscretePRV(np.eye(6)[place], domain) for place in (2, 3))  # losses 1 and 2
     found = compose_heterogeneous([first, second], [2, 1])
@@ -209,8 +209,10 @@ def test_sums_of_losses_lie_where_they_should():
 
 @pytest.mark.parametrize(("sample_rate", "noise_multiplier", "steps"), [(0.01, 0.8, 1000), (0.05, 1.0, 200)])
 def test_the_gdp_limit_can_be_below_epsilon_and_its_docstring_warns(sample_rate, noise_multiplier, steps):
-    about = gdp.compute_eps_poisson(steps=steps, noise_multiplier=noise_multiplier, sample_rate=sample_rate, delta=1e-5)
+    estimate = gdp.compute_eps_poisson(
+        steps=steps, noise_multiplier=noise_multiplier, sample_rate=sample_rate, delta=1e-5
+    )
     bounds = epsilon_bounds(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps, delta=1e-5)
-    assert about < bounds[0]
+    assert estimate < bounds[0]
     for function in (gdp.compute_eps_poisson, gdp.compute_eps_uniform):
         assert "may be BELOW the true epsilon" in " ".join(inspect.getdoc(function).split())

@@ -7,7 +7,7 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from compat.spread_runs import Run, Started, all_trained, assert_run_of_one_process, made_private, network
+from compat.spread_runs import Run, StartedRun, assert_run_of_one_process, make_private_with_sgd, network, train_all
 from launch import launched
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -62,11 +62,11 @@ ON_FOUR = [
 
 
 def compare(runs, ranks):
-    found = launched(ranks, all_trained, runs)
+    found = launched(ranks, train_all, runs)
     assert all(isinstance(one, list) for one in found), found
     for i, run in enumerate(runs):
         of_ranks = [one[i] for one in found]
-        assert_run_of_one_process(of_ranks, all_trained([run])[0], run)
+        assert_run_of_one_process(of_ranks, train_all([run])[0], run)
         splits = 2 if run.wrapper == "tp" else 1  # ranks with shards of a layer have the same samples
         assert all(one["sizes"] == of_ranks[i // splits * splits]["sizes"] for i, one in enumerate(of_ranks))
         if run.batch == 1 and not run.more and ranks > splits:
@@ -75,13 +75,13 @@ def compare(runs, ranks):
 
 @pytest.mark.slow
 @pytest.mark.hazard("O54")
-def test_pain_54_two_processes_give_the_weights_and_epsilon_of_one():
+def test_two_processes_give_the_weights_and_epsilon_of_one():
     compare(RUNS, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.hazard("O54")
-def test_pain_54_every_mode_with_every_clipping_gives_the_weights_and_epsilon_of_one_process():
+def test_every_mode_with_every_clipping_gives_the_weights_and_epsilon_of_one_process():
     compare(MORE_RUNS, 2)
 
 
@@ -90,12 +90,12 @@ def test_four_processes_in_replicas_shards_and_splits_give_the_weights_and_epsil
     compare(ON_FOUR, 4)
 
 
-def counted():
+def count_steps():
     torch.manual_seed(dist.get_rank())  # scripts often give each process its own seed
     rows = TensorDataset(torch.arange(40.0).view(-1, 1), torch.arange(40))
     model = nn.parallel.DistributedDataParallel(nn.Linear(1, 2))
     engine = opacus.PrivacyEngine(accountant="rdp")
-    model, optimizer, loader = made_private(model, DataLoader(rows, batch_size=1), engine=engine)
+    model, optimizer, loader = make_private_with_sgd(model, DataLoader(rows, batch_size=1), engine=engine)
     steps, seen = 0, []
     for x, y in loader:
         optimizer.zero_grad()
@@ -107,15 +107,15 @@ def counted():
 
 
 @pytest.mark.hazard("O20")
-def test_pain_20_each_process_makes_all_steps_empty_ones_included_and_no_row_is_in_two_of_them():
-    (steps, seen, weights, charged), (steps2, seen2, weights2, charged2) = launched(2, counted)
+def test_each_process_makes_all_steps_including_empty_ones_and_no_example_is_in_two_processes():
+    (steps, seen, weights, charged), (steps2, seen2, weights2, charged2) = launched(2, count_steps)
     assert steps == steps2 == charged == charged2 == 40
     assert [] in seen and [] in seen2 and seen != seen2
     assert not any(set(one) & set(other) for one, other in zip(seen, seen2, strict=True))
     assert all(map(torch.equal, weights, weights2))
 
 
-RUNS_TO_LOOK_AT = [
+RUNS_TO_INSPECT = [
     Run("dpddp"),
     Run("ddp", "ew", "per_layer"),
     Run("ddp", "ghost"),
@@ -124,10 +124,10 @@ RUNS_TO_LOOK_AT = [
 ]
 
 
-def attributes():
+def optimizer_attributes():
     found = {}
-    for run in RUNS_TO_LOOK_AT:
-        one = Started(run).optimizer
+    for run in RUNS_TO_INSPECT:
+        one = StartedRun(run).optimizer
         one.zero_grad()
         place = (getattr(one, "rank", None), getattr(one, "world_size", None))
         has = hasattr(one, "reduce_gradients") and one.reduce_gradients() is None
@@ -136,7 +136,7 @@ def attributes():
 
 
 def test_optimizers_have_the_rank_and_the_batch_size_of_their_process():
-    for rank, found in enumerate(launched(2, attributes)):
+    for rank, found in enumerate(launched(2, optimizer_attributes)):
         assert found == {
             ("dpddp", "hooks"): (DistributedDPOptimizer, (rank, 2), 4.0, True),
             ("ddp", "ew"): (SimpleDistributedPerLayerOptimizer, (rank, 2), 4.0, True),
@@ -147,7 +147,7 @@ def test_optimizers_have_the_rank_and_the_batch_size_of_their_process():
         }
 
 
-def dtypes_within():
+def layer_dtypes():
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3))
@@ -157,7 +157,7 @@ def dtypes_within():
     for layer in model:
         layer.register_forward_hook(lambda layer, inputs, output: outputs.append(output.dtype))
     plain = DataLoader(TensorDataset(torch.ones(24, 4), torch.zeros(24, dtype=torch.int64)), batch_size=8)
-    made, optimizer, criterion, loader = made_private(model, plain, grad_sample_mode="ghost_fsdp")
+    made, optimizer, criterion, loader = make_private_with_sgd(model, plain, grad_sample_mode="ghost_fsdp")
     before = [p.full_tensor().clone() for p in model.parameters()]
     x, y = next(iter(loader))
     optimizer.zero_grad()
@@ -168,16 +168,16 @@ def dtypes_within():
 
 
 @pytest.mark.slow
-def test_layers_of_high_precision_stay_so_among_layers_of_a_narrow_dtype():
+def test_high_precision_layers_keep_their_dtype_under_mixed_precision():
     narrow, wide = torch.bfloat16, torch.float32
-    assert launched(2, dtypes_within) == [([narrow, wide, wide, narrow], True)] * 2
+    assert launched(2, layer_dtypes) == [([narrow, wide, wide, narrow], True)] * 2
 
 
 def noise_of_a_sum(wrapper):
     torch.manual_seed(0)
     model = wrapper(nn.Linear(200, 100))
     plain = DataLoader(TensorDataset(torch.ones(20, 200)), batch_size=10)
-    made, optimizer, loader = made_private(model, plain, noise_multiplier=2.0, max_grad_norm=3.0)
+    made, optimizer, loader = make_private_with_sgd(model, plain, noise_multiplier=2.0, max_grad_norm=3.0)
     (x,) = next(iter(loader))
     (0 * made(x)).sum(dim=1).mean().backward()
     optimizer.step()
@@ -204,11 +204,11 @@ def ones():
     return DataLoader(TensorDataset(torch.ones(24, 4)), batch_size=8)
 
 
-def apart():
+def train_separate_models():
     """Trains separate models, in processes whose models are not wrapped as distributed."""
     torch.manual_seed(dist.get_rank())
     engine, model = opacus.PrivacyEngine(accountant="rdp"), nn.Linear(4, 3)
-    made, optimizer, loader = made_private(model, ones(), engine=engine)
+    made, optimizer, loader = make_private_with_sgd(model, ones(), engine=engine)
     for (x,) in loader if dist.get_rank() == 0 else ():
         optimizer.zero_grad()
         made(x).square().sum(dim=1).mean().backward()
@@ -217,11 +217,11 @@ def apart():
 
 
 def test_processes_with_unmarked_models_train_independently():
-    assert launched(2, apart, seconds=5.0) == [1, 0]
+    assert launched(2, train_separate_models, seconds=5.0) == [1, 0]
 
 
-def left_out(skips):
-    made = Started(Run())
+def skip_a_batch(skips):
+    made = StartedRun(Run())
     for step, (x, y) in enumerate(made.loader):
         if step == 1 and dist.get_rank() == 0 and skips:
             continue
@@ -231,23 +231,23 @@ def left_out(skips):
     return True
 
 
-def test_a_batch_that_one_process_leaves_out_ends_all_with_an_error_and_blocks_none():
-    assert launched(2, left_out, False, seconds=10.0) == [True, True]
-    assert all(isinstance(one, MechanismMismatchError) for one in launched(2, left_out, True, seconds=10.0))
+def test_a_batch_that_one_process_skips_raises_in_all_processes_and_blocks_none():
+    assert launched(2, skip_a_batch, False, seconds=10.0) == [True, True]
+    assert all(isinstance(one, MechanismMismatchError) for one in launched(2, skip_a_batch, True, seconds=10.0))
 
 
-def other_threshold():
-    made_private(WRAPPER["ddp"](network()), ones(), max_grad_norm=1.0 + dist.get_rank())
+def request_other_clipping():
+    make_private_with_sgd(WRAPPER["ddp"](network()), ones(), max_grad_norm=1.0 + dist.get_rank())
 
 
-def test_processes_that_ask_for_other_clipping_are_rejected_in_make_private():
-    for one in launched(2, other_threshold, seconds=10.0):
+def test_processes_that_request_different_clipping_norms_are_rejected_in_make_private():
+    for one in launched(2, request_other_clipping, seconds=10.0):
         assert isinstance(one, MechanismMismatchError) and "1.0" in str(one) and "2.0" in str(one)
 
 
-def resumed(path, alone_path):
+def resume_run(path, alone_path):
     path = path if dist.is_initialized() else alone_path
-    first = Started(Run(steps=6))
+    first = StartedRun(Run(steps=6))
     first.train()
     if not dist.is_initialized() or dist.get_rank() == 0:
         first.engine.save_checkpoint(
@@ -255,7 +255,7 @@ def resumed(path, alone_path):
         )
     if dist.is_initialized():
         dist.barrier()
-    second = Started(dataclasses.replace(first.run, steps=3))
+    second = StartedRun(dataclasses.replace(first.run, steps=3))
     left = second.engine.load_checkpoint(path=path, module=second.model, optimizer=second.optimizer)
     assert left["epoch"] == 1
     assert second.engine.get_epsilon(1e-5) == first.engine.get_epsilon(1e-5)
@@ -266,7 +266,7 @@ def resumed(path, alone_path):
 def test_all_processes_resume_from_the_checkpoint_that_one_of_them_wrote():
     with tempfile.TemporaryDirectory() as folder:
         paths = (os.path.join(folder, "ranks"), os.path.join(folder, "alone"))
-        found = launched(2, resumed, *paths)
-        alone = resumed(*paths)
+        found = launched(2, resume_run, *paths)
+        alone = resume_run(*paths)
     assert_run_of_one_process(found, alone, "checkpoint")
     assert alone["public"][1][0][2] == 9

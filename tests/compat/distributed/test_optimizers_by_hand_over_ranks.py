@@ -40,15 +40,15 @@ from dpengine.errors import MechanismMismatchError, MissingGradientError
 DDP = nn.parallel.DistributedDataParallel
 
 
-def inside(mark: Callable[[nn.Module], nn.Module], wrapper: Any = GradSampleModule) -> Callable[[nn.Module], Any]:
+def mark_inside(mark: Callable[[nn.Module], nn.Module], wrapper: Any = GradSampleModule) -> Callable[[nn.Module], Any]:
     """Returns a function that puts the distributed wrapper around the model, and ``wrapper`` around both."""
     return lambda model: wrapper(mark(model))
 
 
-MARKED_INSIDE = inside(DPDDP)
+MARKED_INSIDE = mark_inside(DPDDP)
 
 
-def outside(mark: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], Any]:
+def mark_outside(mark: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], Any]:
     """Returns a function that puts the distributed wrapper around the wrapped model."""
     return lambda model: mark(GradSampleModule(model))
 
@@ -58,15 +58,15 @@ def step(optimizer: Any, model: nn.Module) -> None:
     optimizer.step()
 
 
-def averaged(optimizer: Any, model: nn.Module) -> None:
-    """A step in parts, as scripts with an optimizer for one process take it."""
+def step_with_average(optimizer: Any, model: nn.Module) -> None:
+    """Runs a step in parts, as scripts with a single-process optimizer do."""
     if optimizer.pre_step():
         average_gradients(model)
         optimizer.original_optimizer.step()
 
 
-def in_parts(optimizer: Any, model: nn.Module) -> None:
-    """A step in Opacus's parts."""
+def step_in_parts(optimizer: Any, model: nn.Module) -> None:
+    """Runs a step in the parts that Opacus has."""
     if optimizer.pre_step():
         optimizer.reduce_gradients()
         optimizer.original_optimizer.step()
@@ -79,29 +79,31 @@ class Case:
     wrap: Callable[[nn.Module], Any] = MARKED_INSIDE
     kind: type[DPOptimizer] = DistributedDPOptimizer
     step: Callable[[Any, nn.Module], None] = step
-    rows: int = 8  # in a batch of all processes
+    rows: int = 8  # size of a batch over all processes
     chunks: int = 1
-    seeds: bool = False  # whether the noise has another seed in each process
+    seeds: bool = False  # each process has another noise seed
 
 
 CASES = {
     "marked inside": Case(),
-    "torch's own mark": Case(inside(DDP)),
+    "torch's own mark": Case(mark_inside(DDP)),
     "no mark": Case(GradSampleModule),
-    "marked outside": Case(outside(DPDDP)),
-    "torch's own mark outside": Case(outside(DDP)),
-    "an optimizer for one process": Case(kind=DPOptimizer, step=averaged),
-    "in parts": Case(step=in_parts),
-    "averaged once more": Case(step=averaged),
+    "marked outside": Case(mark_outside(DPDDP)),
+    "torch's own mark outside": Case(mark_outside(DDP)),
+    "an optimizer for one process": Case(kind=DPOptimizer, step=step_with_average),
+    "in parts": Case(step=step_in_parts),
+    "averaged once more": Case(step=step_with_average),
     "one process without rows": Case(rows=1),
     "in chunks": Case(chunks=2),
     "other seeds": Case(seeds=True),
     "per layer": Case(kind=SimpleDistributedPerLayerOptimizer),
     "per layer, no mark": Case(GradSampleModule, DistributedPerLayerOptimizer),
     "ghost": Case(
-        inside(DDP, GradSampleModuleFastGradientClipping), DistributedDPOptimizerFastGradientClipping, chunks=2
+        mark_inside(DDP, GradSampleModuleFastGradientClipping), DistributedDPOptimizerFastGradientClipping, chunks=2
     ),
-    "sharded": Case(inside(FSDP2Wrapper, GradSampleModuleFastGradientClippingFSDP), FSDPOptimizerFastGradientClipping),
+    "sharded": Case(
+        mark_inside(FSDP2Wrapper, GradSampleModuleFastGradientClippingFSDP), FSDPOptimizerFastGradientClipping
+    ),
 }
 
 
@@ -112,7 +114,7 @@ def private_sgd(kind: type[DPOptimizer], model: nn.Module, *, momentum: float = 
     return kind(torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum), **defaults | settings)
 
 
-def trained(case: Case) -> dict[str, Any]:
+def train_case(case: Case) -> dict[str, Any]:
     """Trains three steps over a shard of each batch; over all of it in one process."""
     model = network()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -138,18 +140,18 @@ def trained(case: Case) -> dict[str, Any]:
 
 def all_cases() -> dict[str, dict[str, Any]]:
     """Runs all of ``CASES`` in sequence."""
-    return {name: trained(case) for name, case in CASES.items()}
+    return {name: train_case(case) for name, case in CASES.items()}
 
 
 def test_manual_optimizers_give_the_weights_of_one_process_over_all_samples():
     found = launched(2, all_cases)
     assert all(isinstance(one, dict) for one in found), found
     for name, case in CASES.items():
-        assert_run_of_one_process([one[name] for one in found], trained(case), name)
+        assert_run_of_one_process([one[name] for one in found], train_case(case), name)
 
 
-def with_a_manager(seed):
-    """Logical batches in chunks, by hand; None as seed for whole ones."""
+def train_with_manager(in_chunks):
+    """Trains on logical batches, in chunks if ``in_chunks``."""
     torch.manual_seed(5)
     spread = dist.is_initialized()
     model = network()
@@ -160,7 +162,7 @@ def with_a_manager(seed):
     loader = DPDataLoader(data(), sample_rate=1 / 6, distributed=spread, generator=seeded(2))
     with BatchMemoryManager(data_loader=loader, max_physical_batch_size=2, optimizer=optimizer) as chunks:
         sizes = []
-        for x, y in chunks if seed else loader:
+        for x, y in chunks if in_chunks else loader:
             optimizer.zero_grad()
             F.cross_entropy(wrapper(x), y).backward()
             optimizer.step()
@@ -170,16 +172,16 @@ def with_a_manager(seed):
 
 @pytest.mark.slow
 def test_the_memory_manager_takes_one_step_for_the_chunks_of_a_manual_loader():
-    whole, _ = with_a_manager(False)
-    alone, sizes = with_a_manager(True)
+    whole, _ = train_with_manager(False)
+    alone, sizes = train_with_manager(True)
     assert alone["public"][0] == whole["public"][0] == 6 < len(sizes) and max(sizes) == 2
     assert difference(alone["weights"], whole["weights"]) < 1e-6
-    found = launched(2, with_a_manager, True)
+    found = launched(2, train_with_manager, True)
     assert_run_of_one_process([one for one, _ in found], alone, "manager")
     assert [len(of_rank) for _, of_rank in found] == [len(found[0][1])] * 2
 
 
-def written():
+def train_on_written_gradients():
     """Runs steps on per-sample gradients that the user wrote."""
     model = network()
     wrapper = GradSampleModuleNoOp(DPDDP(model) if dist.is_initialized() else model)
@@ -193,7 +195,7 @@ def written():
 
 
 def test_manually_written_gradients_are_summed_over_processes():
-    assert_run_of_one_process(launched(2, written), written(), "no_op")
+    assert_run_of_one_process(launched(2, train_on_written_gradients), train_on_written_gradients(), "no_op")
 
 
 def averages():
@@ -212,7 +214,7 @@ def test_average_gradients_divides_by_all_processes_also_where_some_have_no_grad
         assert first.tolist() == [[0.5, 1.0]] and second.tolist() == [[3.0, 0.5]] and others == [None, None]
 
 
-def one_begins_elsewhere(case):
+def train_from_other_weights(case):
     torch.manual_seed(dist.get_rank())
     model = nn.Linear(4, 3)
     wrapper = GradSampleModule(DPDDP(model) if case == "no backward" else model)
@@ -227,16 +229,16 @@ def one_begins_elsewhere(case):
 
 
 def test_processes_that_begin_with_other_weights_are_rejected_at_the_first_step():
-    for one in launched(2, one_begins_elsewhere, "weights", seconds=10.0):
+    for one in launched(2, train_from_other_weights, "weights", seconds=10.0):
         assert isinstance(one, MechanismMismatchError) and "'weight' differs between rank" in str(one)
 
 
 def test_a_manual_step_without_a_backward_pass_raises_and_the_other_processes_do_not_hang():
-    went_on, said = launched(2, one_begins_elsewhere, "no backward", seconds=20.0)
-    assert isinstance(said, MissingGradientError) and isinstance(went_on, RuntimeError)
+    other_error, error = launched(2, train_from_other_weights, "no backward", seconds=20.0)
+    assert isinstance(error, MissingGradientError) and isinstance(other_error, RuntimeError)
 
 
-def begins_alike():
+def broadcast_state():
     torch.manual_seed(dist.get_rank())
     model = nn.BatchNorm1d(3)
     nn.init.normal_(model.weight)
@@ -246,11 +248,11 @@ def begins_alike():
 
 
 def test_the_distributed_wrapper_broadcasts_weights_and_buffers_of_rank_0():
-    one, other = launched(2, begins_alike)
+    one, other = launched(2, broadcast_state)
     assert len(one) == 5 and all(map(torch.equal, one, other))
 
 
-def adaptive():
+def train_adaptive():
     model = network()
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     wrapper = GradSampleModule(DPDDP(model) if ranks > 1 else model)
@@ -268,6 +270,6 @@ def adaptive():
 
 
 def test_an_adaptive_threshold_follows_the_counts_of_all_processes():
-    alone = adaptive()
+    alone = train_adaptive()
     assert len(set(alone["public"])) == 4
-    assert_run_of_one_process(launched(2, adaptive), alone, "adaptive")
+    assert_run_of_one_process(launched(2, train_adaptive), alone, "adaptive")

@@ -42,7 +42,7 @@ def rows_of(layer, x, cotangent):
     return stacked(per_sample_gradients(layer, lambda o, c: (o * c).sum(), (x,), cotangent))
 
 
-def named(layer, found):
+def by_name(layer, found):
     names = {parameter: name for name, parameter in layer.named_parameters()}
     return {names[parameter]: value for parameter, value in found.items()}
 
@@ -51,7 +51,7 @@ def named(layer, found):
 def test_gradients_equal_a_loop_over_samples(case):
     layer, activations, backprops, truth = call_of(case)
     activations = [t.requires_grad_() if t is not None and t.is_floating_point() else t for t in activations]
-    found = named(layer, GRAD_SAMPLERS[type(layer)](layer, activations, backprops))
+    found = by_name(layer, GRAD_SAMPLERS[type(layer)](layer, activations, backprops))
     assert found.keys() == truth.keys()
     for name, grad in found.items():
         torch.testing.assert_close(grad, truth[name], rtol=1e-9, atol=1e-10)
@@ -61,21 +61,21 @@ def test_gradients_equal_a_loop_over_samples(case):
 @pytest.mark.parametrize("case", WITH_NORMS, ids=lambda case: case.id)
 def test_norms_are_those_of_the_gradients(case):
     layer, activations, backprops, truth = call_of(case)
-    found = named(layer, NORM_SAMPLERS[type(layer)](layer, activations, backprops))
+    found = by_name(layer, NORM_SAMPLERS[type(layer)](layer, activations, backprops))
     assert found.keys() == truth.keys()
     for name, norm_B in found.items():
         torch.testing.assert_close(norm_B, truth[name].flatten(1).norm(dim=1), rtol=1e-7, atol=1e-9)
 
 
-def test_the_other_convolution_is_the_same_function():
+def test_the_alternative_convolution_gives_the_same_gradients():
     case = next(case for case in KNOWN if case.id == "conv2d-groups-reflect-channels-last")
     layer, activations, backprops, truth = call_of(case)
-    found = named(layer, conv.convolution2d_backward_as_a_convolution(layer, activations, backprops))
+    found = by_name(layer, conv.convolution2d_backward_as_a_convolution(layer, activations, backprops))
     torch.testing.assert_close(found, truth, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("case", KNOWN, ids=lambda case: case.id)
-def test_frozen_parameters_get_nothing(case):
+def test_frozen_parameters_get_no_gradient(case):
     layer, activations, backprops, _ = call_of(case)
     layer.weight.requires_grad_(False)
     assert layer.weight not in GRAD_SAMPLERS[type(layer)](layer, activations, backprops)
@@ -107,7 +107,7 @@ def test_the_linear_map_of_a_cell_is_a_linear_layer():
     layer, x, backprops = RNNLinear(3, 4).double(), torch.randn(2, 5, 3, dtype=F64), torch.randn(2, 5, 4, dtype=F64)
     found = dp_rnn.compute_rnn_linear_grad_sample(layer, [x], backprops)
     rows = rows_of(layer, x, backprops)
-    torch.testing.assert_close(named(layer, found), rows)
+    torch.testing.assert_close(by_name(layer, found), rows)
 
 
 def test_the_bias_of_a_sequence_is_its_last_position():
@@ -115,7 +115,7 @@ def test_the_bias_of_a_sequence_is_its_last_position():
     x, backprops = torch.randn(2, 5, 3, dtype=F64), torch.randn(2, 6, 3, dtype=F64)
     found = dp_multihead_attention.compute_sequence_bias_grad_sample(layer, [x], backprops)
     rows = rows_of(layer, x, backprops)
-    torch.testing.assert_close(named(layer, found), rows)
+    torch.testing.assert_close(by_name(layer, found), rows)
     layer.bias.requires_grad_(False)
     assert dp_multihead_attention.compute_sequence_bias_grad_sample(layer, [x], backprops) == {}
 
@@ -127,7 +127,7 @@ def test_each_norm_layer_sampler_is_in_the_module_of_its_name(kind):
 
 
 class Cumulative(nn.Module):
-    """Mixes positions, along whichever axis has them."""
+    """Layer that mixes positions, which are on the given axis."""
 
     def __init__(self, axis):
         super().__init__()
@@ -147,7 +147,7 @@ def test_a_layer_without_a_rule_runs_sample_by_sample(frozen, batch_first):
     layer.factor.requires_grad_(not frozen)
     x, backprops = torch.randn(2, 4, 5, 3, dtype=F64)
     functorch.prepare_layer(layer, batch_first=batch_first)
-    found = named(layer, functorch.ft_compute_per_sample_gradient(layer, [x], backprops))
+    found = by_name(layer, functorch.ft_compute_per_sample_gradient(layer, [x], backprops))
     rows = rows_of(rowwise, x, backprops)
     torch.testing.assert_close(found, rows)
 
@@ -161,13 +161,13 @@ def test_a_prepared_layer_takes_other_values():
     torch.testing.assert_close(dict(zip(rows, found, strict=True)), rows)
 
 
-def test_a_layer_with_dropout_that_is_on_is_rejected_with_what_to_do_and_off_it_is_run():
+def test_active_dropout_is_rejected_with_a_fix_and_inactive_dropout_is_accepted():
     layer = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 3)).double()
     x, backprops = torch.randn(2, 4, 3, dtype=F64)
     with pytest.raises(UnsupportedLayerError, match=r"random numbers.*put dropout into eval mode"):
         functorch.ft_compute_per_sample_gradient(layer, [x], backprops)
     layer.eval()
-    found = named(layer, functorch.ft_compute_per_sample_gradient(layer, [x], backprops))
+    found = by_name(layer, functorch.ft_compute_per_sample_gradient(layer, [x], backprops))
     rows = rows_of(layer, x, backprops)
     torch.testing.assert_close(found, rows)
 

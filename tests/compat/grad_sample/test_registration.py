@@ -1,4 +1,4 @@
-"""Rules that users wrote for Opacus, in every mode of the engine; one registry for both interfaces, and its views."""
+"""Custom rules written for Opacus, in every mode; the registry that both interfaces share, and its views."""
 
 import pytest
 import torch
@@ -124,15 +124,15 @@ def test_invalid_registrations_raise():
         GRAD_SAMPLERS["Affine"] = affine_grads
 
 
-FOURTEEN = [
+BUILT_IN_LAYERS = [
     *(RNNLinear, SequenceBias),
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear, nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.GroupNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.RMSNorm),
 ]
 
 
-def test_the_views_show_what_is_built_in_and_what_is_registered():
-    assert set(FOURTEEN) == set(GRAD_SAMPLERS) and set(NORM_SAMPLERS) == {nn.Linear, nn.Embedding}
+def test_the_views_list_built_in_and_registered_layers():
+    assert set(BUILT_IN_LAYERS) == set(GRAD_SAMPLERS) and set(NORM_SAMPLERS) == {nn.Linear, nn.Embedding}
     before = len(GRAD_SAMPLERS)
     register_grad_sampler([Affine, nn.Linear])(affine_grads)
     assert len(GRAD_SAMPLERS) == before + 1 and list(GRAD_SAMPLERS)[-1] is Affine
@@ -140,17 +140,17 @@ def test_the_views_show_what_is_built_in_and_what_is_registered():
     assert GRAD_SAMPLERS.copy()[Affine] is affine_grads and "affine_grads" in repr(GRAD_SAMPLERS)
 
 
-def test_what_is_written_into_a_view_is_used_and_what_is_deleted_is_not():
+def test_a_rule_written_into_a_view_is_used_until_it_is_deleted():
     model, x, cotangent = model_and_batch()
-    asked = []
+    called = []
 
     def recording_rule(layer, activations, backprops):
-        asked.append(type(layer))
+        called.append(type(layer))
         return affine_grads(layer, activations, backprops)
 
     GRAD_SAMPLERS[Affine] = recording_rule
     clip_by_engine(model, (x,), lambda o: (o * cotangent).sum())
-    assert set(asked) == {Affine}
+    assert set(called) == {Affine}
     assert GRAD_SAMPLERS.pop(Affine) is recording_rule and Affine not in GRAD_SAMPLERS and sampler_for(model[2]) is None
     with pytest.raises(KeyError):
         del GRAD_SAMPLERS[Affine]
@@ -193,7 +193,7 @@ def test_norm_samplers_can_be_replaced_and_deleted():
     assert nn.Linear not in NORM_SAMPLERS and rule_for(nn.Linear(2, 2)) is BUILTIN[nn.Linear]
 
 
-def forgetting(layer, activations, backprops):
+def enlarged_norms(layer, activations, backprops):
     """Returns norms that are seven times too large, so that their use is visible."""
     return {parameter: 7 * norm_B for parameter, norm_B in affine_norms(layer, activations, backprops).items()}
 
@@ -207,7 +207,7 @@ def forgetting(layer, activations, backprops):
 def test_only_the_ghost_wrapper_clips_by_registered_norms(wrapper, times, has_grads):
     if has_grads:
         register_grad_sampler(Affine)(affine_grads)
-    register_norm_sampler(Affine)(forgetting)
+    register_norm_sampler(Affine)(enlarged_norms)
     model, x = Affine(3).double(), torch.randn(ROWS, T, 3, dtype=F64)
     cotangent = torch.randn(ROWS, T, 3, dtype=F64)
     wrapped = wrapper(model, loss_reduction="mean")

@@ -30,7 +30,7 @@ FLAGS = [
 
 
 def layer_pair(kind, flags, *, cells=False):
-    """Torch's layer and ours with the same weights, in float64."""
+    """Returns torch's layer and the package's layer with the same weights in float64."""
     original, private, extra = PAIRS[kind]
     torch.manual_seed(0)
     theirs = original(SIZE, HIDDEN, **flags, **extra).double()
@@ -62,7 +62,7 @@ def first_states(layer):
 
 
 def results(layer, x, lengths, states, cotangents):
-    """Outputs, and gradients by input, first states and weights, at random cotangents."""
+    """Returns outputs, and gradients of input, initial states and weights, for the given cotangents."""
     x = x.clone().requires_grad_()
     output, last = run(layer, x, lengths, states)
     loss = sum((one * c).sum() for one, c in zip([output, *last], cotangents, strict=True))
@@ -244,7 +244,7 @@ def test_cells_compute_what_the_cells_of_torch_compute(kind):
 
 
 class Peephole(DPRNNCellBase):
-    """A user's cell, with a parameter in addition to its two linear layers."""
+    """Custom cell with a parameter in addition to its two linear layers."""
 
     has_cell_state = True
 
@@ -260,8 +260,8 @@ class Peephole(DPRNNCellBase):
         return c.tanh(), c
 
 
-class ByHand(nn.Module):
-    """A user's loop over packed data, as in Opacus: later time steps have fewer samples."""
+class ManualLoop(nn.Module):
+    """Custom loop over packed data, as in Opacus: later time steps have fewer samples."""
 
     def __init__(self):
         super().__init__()
@@ -299,7 +299,7 @@ def test_a_custom_cell_has_exact_per_sample_gradients(lengths, functorch):
 @pytest.mark.parametrize("functorch", [False, True], ids=["hooks", "functorch"])
 def test_time_steps_with_fewer_samples_have_exact_per_sample_gradients(functorch):
     torch.manual_seed(0)
-    model = ByHand().double()
+    model = ManualLoop().double()
     alone = copy.deepcopy(model)
     x, lengths = torch.randn(ROWS, STEPS, SIZE, dtype=torch.float64), LENGTHS["sorted"]
     cotangent = torch.randn(ROWS, HIDDEN, dtype=torch.float64)

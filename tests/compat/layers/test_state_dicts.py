@@ -10,7 +10,7 @@ from torch import nn
 from dpengine.compat.opacus.layers import DPGRU, DPLSTM, DPRNN, RenameParamsMixin
 
 
-def as_opacus_writes_it(layer, prefix, *, only_own=False):
+def opacus_state(layer, prefix, *, only_own=False):
     state = {f"{prefix}{name}": value for name, value in layer.state_dict().items()}
     own = {}
     for name, value in layer.state_dict().items():
@@ -21,12 +21,12 @@ def as_opacus_writes_it(layer, prefix, *, only_own=False):
 
 @pytest.mark.parametrize("only_own", [False, True])
 @pytest.mark.parametrize("kind", [DPRNN, DPGRU, DPLSTM])
-def test_a_layer_inside_a_model_loads_it_strictly(kind, only_own):
+def test_a_layer_inside_a_model_loads_the_names_of_opacus_strictly(kind, only_own):
     def model():
         return nn.Sequential(nn.Linear(2, 3), kind(3, 4, num_layers=2, bidirectional=True))
 
     first, second = model(), model()
-    state = dict(first.state_dict()) | as_opacus_writes_it(first[1], "1.", only_own=only_own)
+    state = dict(first.state_dict()) | opacus_state(first[1], "1.", only_own=only_own)
     if only_own:
         state = {name: value for name, value in state.items() if "_l" not in name}
     assert any(".ih." in name for name in state)
@@ -43,7 +43,7 @@ def test_other_names_are_still_unexpected():
         layer.load_state_dict(dict(layer.state_dict()) | {"l1.ih.weight": torch.zeros(1)})
 
 
-class Renamed(RenameParamsMixin, nn.Module):
+class RenamedModel(RenameParamsMixin, nn.Module):
     def __init__(self):
         super().__init__()
         self.w = nn.Parameter(torch.randn(2))
@@ -56,21 +56,21 @@ NAMES = ["weights", "count", "matrix", "inner.bias"]
 
 
 def test_state_is_written_under_the_new_names_in_the_same_order():
-    assert list(Renamed().state_dict()) == NAMES
+    assert list(RenamedModel().state_dict()) == NAMES
 
 
 @pytest.mark.hazard("O42")
 def test_new_names_hold_inside_a_model():
-    model = nn.ModuleDict({"a": Renamed(), "b": nn.Linear(1, 1), "c": Renamed()})
+    model = nn.ModuleDict({"a": RenamedModel(), "b": nn.Linear(1, 1), "c": RenamedModel()})
     expected = [*(f"a.{name}" for name in NAMES), "b.weight", "b.bias", *(f"c.{name}" for name in NAMES)]
     assert list(model.state_dict()) == expected
-    other = nn.ModuleDict({"a": Renamed(), "b": nn.Linear(1, 1), "c": Renamed()})
+    other = nn.ModuleDict({"a": RenamedModel(), "b": nn.Linear(1, 1), "c": RenamedModel()})
     other.load_state_dict(model.state_dict(), strict=True)
     torch.testing.assert_close(dict(other.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
 
 
 def test_old_names_load():
-    model = Renamed()
+    model = RenamedModel()
     state = {name: torch.ones_like(p) for name, p in [*model.named_parameters(), *model.named_buffers()]}
     model.load_state_dict(state, strict=True)
     assert model.w.eq(1).all()
@@ -78,7 +78,7 @@ def test_old_names_load():
 
 
 def test_missing_and_unexpected_keys_are_named_by_the_new_names():
-    model = Renamed()
+    model = RenamedModel()
     state = model.state_dict()
     del state["matrix"]
     with pytest.raises(RuntimeError) as refusal:
@@ -89,7 +89,7 @@ def test_missing_and_unexpected_keys_are_named_by_the_new_names():
 
 
 def test_the_new_name_is_an_attribute():
-    model = Renamed()
+    model = RenamedModel()
     assert model.weights is model.w
     assert model.matrix is model.inner.weight
     with pytest.raises(AttributeError, match="nothing"):
@@ -97,7 +97,7 @@ def test_the_new_name_is_an_attribute():
 
 
 def test_copies_and_pickles_keep_the_names():
-    model = Renamed()
+    model = RenamedModel()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert list(other.state_dict()) == NAMES
         assert other.matrix is other.inner.weight
@@ -105,4 +105,4 @@ def test_copies_and_pickles_keep_the_names():
 
 def test_two_parameters_under_one_name_are_rejected():
     with pytest.raises(ValueError, match="'x' is the new name of several"):
-        Renamed().set_rename_map({"w": "x", "inner.bias": "x"})
+        RenamedModel().set_rename_map({"w": "x", "inner.bias": "x"})

@@ -21,7 +21,7 @@ from dpengine.compat.opacus.schedulers import (
 )
 
 
-def falling(epoch):
+def decreasing(epoch):
     return 1 - epoch / 10
 
 
@@ -35,8 +35,8 @@ CASES = {
     "exponential-clip": (ExponentialGradClip, {"gamma": 0.5}, CLIP, [2.0, 1.0, 0.5, 0.25, 0.125]),
     "step-noise": (StepNoise, {"step_size": 2, "gamma": 0.5}, NOISE, [2.0, 2.0, 1.0, 1.0, 0.5]),
     "step-clip": (StepGradClip, {"step_size": 2, "gamma": 0.5}, CLIP, [2.0, 2.0, 1.0, 1.0, 0.5]),
-    "lambda-noise": (LambdaNoise, {"noise_lambda": falling}, NOISE, [2.0, 1.8, 1.6, 1.4, 1.2]),
-    "lambda-clip": (LambdaGradClip, {"scheduler_function": falling}, CLIP, [2.0, 1.8, 1.6, 1.4, 1.2]),
+    "lambda-noise": (LambdaNoise, {"noise_lambda": decreasing}, NOISE, [2.0, 1.8, 1.6, 1.4, 1.2]),
+    "lambda-clip": (LambdaGradClip, {"scheduler_function": decreasing}, CLIP, [2.0, 1.8, 1.6, 1.4, 1.2]),
 }
 each_case = pytest.mark.parametrize("make, options, attribute, expected", CASES.values(), ids=CASES)
 
@@ -91,19 +91,19 @@ def test_a_loaded_state_continues_from_its_epoch(make, options, attribute, expec
 
 
 # What Opacus 1.6.0 writes: vars(scheduler) without the optimizer.
-WRITTEN = {
+OPACUS_STATES = {
     "exponential": (ExponentialNoise, {"gamma": 1.0}, {"gamma": 0.5, "last_epoch": 4}, 1.0),
     "step": (StepGradClip, {"step_size": 9, "gamma": 1.0}, {"step_size": 5, "gamma": 0.5, "last_epoch": 4}, 1.0),
     "lambda": (
         LambdaNoise,
         {"noise_lambda": abs},
-        {"noise_lambda": falling, "base_noise_multiplier": 10.0, "last_epoch": 4},
+        {"noise_lambda": decreasing, "base_noise_multiplier": 10.0, "last_epoch": 4},
         5.0,
     ),
 }
 
 
-@pytest.mark.parametrize("make, options, state, expected", WRITTEN.values(), ids=WRITTEN)
+@pytest.mark.parametrize("make, options, state, expected", OPACUS_STATES.values(), ids=OPACUS_STATES)
 def test_a_state_that_opacus_wrote_loads(make, options, state, expected):
     one = optimizer()
     scheduler = make(one, **options)

@@ -21,7 +21,7 @@ from dpengine.compat.opacus.utils.per_sample_gradients_utils import (
 from dpengine.layers import PrivateLSTM
 
 
-class Outputs(nn.Module):
+class LSTMOutputs(nn.Module):
     """The outputs of a recurrent layer without its state."""
 
     def __init__(self, batch_first):
@@ -44,9 +44,9 @@ CASES = {
     "linear": (lambda: nn.Linear(3, 2), lambda: torch.randn(5, 3), True),
     "image": (lambda: nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten(), nn.Linear(27, 2)), images, True),
     "padding-index": (lambda: nn.Embedding(4, 3, padding_idx=1), lambda: torch.arange(8).view(2, 4) % 3, True),
-    "batch-second": (lambda: Outputs(False), lambda: torch.randn(5, 4, 3), False),
+    "batch-second": (lambda: LSTMOutputs(False), lambda: torch.randn(5, 4, 3), False),
     "as-many-times-as-rows": (lambda: nn.Linear(3, 2), lambda: torch.randn(5, 5, 3), False),
-    "packed": (lambda: Outputs(True), packed, True),
+    "packed": (lambda: LSTMOutputs(True), packed, True),
 }
 each_case = pytest.mark.parametrize("make, batch, batch_first", CASES.values(), ids=CASES)
 MODES = get_grad_sample_modes(use_ew=True)
@@ -118,7 +118,7 @@ def test_samples_may_come_from_a_method_of_the_script():
 
 def test_single_sequences_have_the_gradients_of_the_packed_one():
     torch.manual_seed(0)
-    model, x = Outputs(True), packed()
+    model, x = LSTMOutputs(True), packed()
     by_rows = compute_microbatch_grad_sample_tensor_or_seq(x, model)
     in_packed_order = compute_microbatch_grad_sample(unpack_packedsequences(x), model)
     for name, gradient in by_rows.items():
@@ -145,14 +145,14 @@ def test_the_model_and_the_generators_stay_as_they_were():
     assert model.weight.grad is None and not torch.are_deterministic_algorithms_enabled()
 
 
-def test_frozen_parameters_are_left_out():
+def test_frozen_parameters_are_omitted():
     model = nn.Linear(3, 2)
     model.bias.requires_grad_(False)
     alone, together = compute_grad_samples_microbatch_and_opacus(torch.randn(4, 3), model)
     assert list(alone) == list(together) == ["weight"]
 
 
-def test_an_empty_batch_is_rejected_and_recognised():
+def test_an_empty_batch_is_rejected_and_recognized():
     assert is_batch_empty(torch.zeros(0, 3)) and is_batch_empty([torch.zeros(0), torch.zeros(2)])
     assert not is_batch_empty(torch.zeros(1, 3)) and not is_batch_empty((torch.zeros(2), torch.zeros(0)))
     with pytest.raises(RuntimeError, match="empty"):
@@ -165,7 +165,7 @@ def test_the_modes_are_those_that_compute_per_sample_gradients():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_model_with_loss_gives_each_sample_its_own(reduction):
+def test_a_model_with_loss_reduces_the_losses_of_single_samples(reduction):
     torch.manual_seed(0)
     model = ModelWithLoss(nn.Linear(3, 2), reduction)
     x = torch.randn(4, 3)

@@ -23,7 +23,7 @@ def test_a_rate_of_one_over_n_makes_n_steps():
 
 
 @pytest.mark.parametrize("rate, steps", [(0.3, 3), (0.64, 1), (0.25, 4), (1.0, 1), (64 / 60000, 937)])
-def test_other_rates_make_as_many_steps_as_fit(rate, steps):
+def test_the_number_of_steps_is_the_inverse_rate_rounded_down(rate, steps):
     sampler = UniformWithReplacementSampler(num_samples=100, sample_rate=rate)
     assert len(sampler) == sampler.steps == steps == sum(1 for _ in sampler)
 
@@ -74,7 +74,7 @@ def test_assigned_attributes_take_effect():
     assert list(sampler) == [list(range(50))] * 2
 
 
-def test_a_loader_takes_it_as_its_batch_sampler():
+def test_a_loader_accepts_the_sampler_as_its_batch_sampler():
     data = TensorDataset(torch.arange(20.0))
     loader = DataLoader(data, batch_sampler=UniformWithReplacementSampler(num_samples=20, sample_rate=1.0, steps=3))
     assert [batch[0].tolist() for batch in loader] == [list(range(20))] * 3
