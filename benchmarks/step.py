@@ -54,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument(
-        "--autocast", choices=["bf16"], help="run forward and loss in this type; the gate stays float32"
+        "--autocast",
+        choices=["bf16"],
+        help="run forward and loss in this type; the check before timing stays in float32",
     )
     parser.add_argument("--jax-python", help="an interpreter that has jax-privacy; this one if left out")
     parser.add_argument("--out", help="a JSON file, written after each cell")

@@ -7,8 +7,8 @@ internals of the step if
 
 * it names an attribute in ``STEP_ATTRIBUTES``, or the ``runs`` of an engine;
 * it names, on anything but ``self`` or ``cls``, an attribute ``_x`` that dpengine defines. Exempt are names that torch
-  or Python define too (``PUBLIC``), names that a part in ``ALONE`` defines (numbers and files, which tests of any
-  folder may look into), and names that package ``p`` defines, in the folder of the tests of ``p`` (``tests/p``);
+  or Python define too (``PUBLIC``), names that a part in ``EXEMPT_PARTS`` defines (numbers and files, which all tests
+  may use), and names that package ``p`` defines, in the folder of the tests of ``p`` (``tests/p``);
 * it uses a name imported from a module in ``STEP_MODULES``, or such a module, or a name in ``STEP_NAMES``
   (``batch_state`` is not among them: it is plain Python and is tested alone);
 * it contains a string that does so: a script for another process, or a dotted path for ``monkeypatch``;
@@ -62,10 +62,10 @@ STEP_NAMES = {
     "probe",
     "modes",
 }
-OF_THEIR_OWN = {"MODES", "Sketches", "norm_of_sketch"}  # public keys, and numbers that are tested alone
-ALONE = {"accounting", "noise", "kernels", "data", "cli", "report", "plan", "ledger_file", "batch_selection"}
+ALLOWED_NAMES = {"MODES", "Sketches", "norm_of_sketch"}  # public keys, and numbers that are tested alone
+EXEMPT_PARTS = {"accounting", "noise", "kernels", "data", "cli", "report", "plan", "ledger_file", "batch_selection"}
 NOT_BY_FOLDER = {"compiled", "clipping"}  # packages whose own tests go through `inside_parts`, too
-OTHERS = {"inside.py", "inside_parts.py", "test_inside.py", "test_layering.py", "mutations"}  # not read
+SKIPPED_FILES = {"inside.py", "inside_parts.py", "test_inside.py", "test_layering.py", "mutations"}  # not read
 PUBLIC = {
     "_module",
     "_replace",
@@ -102,7 +102,6 @@ class Module:
     file: Path
     definitions: list[Definition] = field(default_factory=list)
     bound: dict[str, tuple[str, str]] = field(default_factory=dict)  # local name: module, name
-    stars: set[str] = field(default_factory=set)
     of_step: set[str] = field(default_factory=set)
 
 
@@ -121,7 +120,7 @@ def private_names(package: Path) -> dict[str, set[str]]:
             for name in names:
                 if name.startswith("_") and not name.startswith("__") and name not in PUBLIC:
                     found.setdefault(name, set()).add(part)
-    return {name: parts for name, parts in found.items() if not parts & ALONE}
+    return {name: parts for name, parts in found.items() if not parts & EXEMPT_PARTS}
 
 
 def _is_self(node: ast.expr) -> bool:
@@ -155,7 +154,7 @@ def _is_of_step(module: str, name: str) -> bool:
     parts = module.split(".")
     if parts[0] != "dpengine" or (parts[1:2] == ["compat"] and not {"step_of", "pending_passes"} & {*parts, name}):
         return False
-    if name in OF_THEIR_OWN:
+    if name in ALLOWED_NAMES:
         return False
     if len(parts) > 1 and (parts[-1] in STEP_MODULES or parts[-1] in STEP_NAMES):
         return True
@@ -233,7 +232,7 @@ def _is_docstring(top: ast.stmt, node: ast.Constant) -> bool:
 def touching(tests: Path, package: Path = PACKAGE) -> list[Definition]:
     """Every definition of the tests in a folder that touches internals of the step, on its own or through another."""
     private = private_names(package)
-    files = [file for file in sorted(tests.rglob("*.py")) if not set(file.relative_to(tests).parts) & OTHERS]
+    files = [file for file in sorted(tests.rglob("*.py")) if not set(file.relative_to(tests).parts) & SKIPPED_FILES]
     modules = {}
     for file in files:
         folder = file.relative_to(tests).parts[0]

@@ -20,8 +20,8 @@ SCHEMES = ("balls-in-bins", "cyclic-poisson", "b-min-sep")
 class SampledMatrixEvent(BaseEvent):
     """One complete run that releases ``G + S^-1 Z`` step by step, with amplification by random participation.
 
-    One charge accounts for all ``steps``. There is no closed form: `monte_carlo_epsilon` verifies an epsilon. The first
-    steps of a run are another event, if their number was fixed in advance.
+    One charge accounts for all ``steps``. There is no closed form: `monte_carlo_epsilon` verifies an epsilon. A run
+    that ends earlier is an event with fewer steps, if their number was fixed in advance.
 
     The steps of each example are drawn independently of all other examples, and batches are not truncated. Groups of
     equal size (``Partition.EQUAL_SPLIT``) are not covered, because an example's group then depends on those of others.

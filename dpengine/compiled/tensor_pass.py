@@ -1,4 +1,4 @@
-"""Forward and backward pass of a model with hooks, norms and weighted sums, as a function of tensors.
+"""Forward and backward pass with per-sample norms and weighted sums, as a function of tensors.
 
 Axes: B samples, K groups of parameters that are clipped together.
 """
@@ -63,7 +63,7 @@ class OutputLayout:
 
     Attributes:
         spec: Pytree spec of the output.
-        leaves: Pairs for the leaves: the index of its tensor and None, or None and its value.
+        leaves: One pair for each leaf: the index of its tensor and None, or None and its value.
         differentiable: Whether each tensor requires a gradient.
     """
 

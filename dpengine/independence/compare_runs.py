@@ -160,7 +160,7 @@ def is_ambiguous(batch: Any, samples: int) -> bool:
 
 
 def map_batch(batch: Any, samples: int, replace: Callable[[Tensor], Tensor]) -> Any:
-    """Returns the batch with ``replace`` applied to its tensors, and with its lists of samples in the same order."""
+    """Returns the batch with ``replace`` applied to its tensors, and with its lists reordered in the same way."""
 
     def of_leaf(leaf: Any) -> Any:
         is_array = isinstance(leaf, np.ndarray) and _length(leaf) == samples
@@ -259,7 +259,7 @@ def mixed_loss_error(change: float, *, by_bound: bool = False) -> BatchDependent
     cause, typical = (
         (
             "were given far larger or smaller losses or data",
-            "bounds on losses of several samples, as loss.mean().clamp(max=5)",
+            "bounds on losses of several samples, such as loss.mean().clamp(max=5)",
         )
         if by_bound
         else (

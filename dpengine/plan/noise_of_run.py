@@ -43,8 +43,8 @@ def with_correlation(
 ) -> tuple[Draws, Recurrence]:
     """Returns the sampling scheme and the noise of a run with correlated noise.
 
-    Replaces Poisson batches by cyclic batches of the same size. If the noise has few bands, they have amplification by
-    sampling; otherwise they are in a fixed order. ``keep_draws`` keeps the sampling scheme, because the user chose it.
+    Replaces Poisson batches by cyclic batches of the same size. If the noise has few bands, batches are sampled, which
+    amplifies privacy; otherwise their order is fixed. ``keep_draws`` keeps the sampling scheme that the user chose.
     """
     check_noise(noise)
     name = type(noise).__name__

@@ -138,10 +138,10 @@ def test_the_limit_is_the_mu_of_the_papers_integral(fixed_size):
     assert found == pytest.approx(float(rate * mpmath.sqrt(steps * square)), rel=1e-12)
 
 
-def test_the_limit_is_no_bound_and_ends_well():
+def test_the_central_limit_is_not_a_bound_and_is_right_at_its_ends():
     run = {"noise_multiplier": 0.5, "sample_rate": 0.01, "steps": 1000}
-    about = epsilon_of_mu(central_limit_mu(**run), 1e-5)
-    assert about < epsilon_of([Charge(PoissonGaussianEvent(0.01, 0.5), 1000)], 1e-5)
+    approximate_epsilon = epsilon_of_mu(central_limit_mu(**run), 1e-5)
+    assert approximate_epsilon < epsilon_of([Charge(PoissonGaussianEvent(0.01, 0.5), 1000)], 1e-5)
     assert central_limit_mu(**(run | {"noise_multiplier": 0.0})) == math.inf
     assert central_limit_mu(**(run | {"steps": 0})) == 0.0
     assert central_limit_mu(**(run | {"noise_multiplier": 1e9}), fixed_size=True) >= 0

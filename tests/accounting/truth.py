@@ -4,9 +4,9 @@ With L the loss of a release under P, ``M(z) = E_P[e^(z L)]`` and S the sum over
 
     delta(eps) = E[(1 - e^(eps - S))_+] = 1/(2 pi i) * integral of M(z)^k e^(-z eps) / (z (z + 1)) dz
 
-over any vertical line to the right of 0. ``M`` is an integral over outputs of an analytic function, and so is this one
-over its line: the trapezoidal rule converges faster than any power of the spacing. All of it in float64 or, given
-`mpmath`, in as many digits as are asked for.
+over any vertical line to the right of 0. Both integrands are analytic, that of ``M`` in the output and this one in
+``z``, so the trapezoidal rule converges faster than any power of the spacing. Closed forms are computed by `mpmath`
+with a given number of digits.
 """
 
 import functools
@@ -27,11 +27,11 @@ def one_step(rate, sigma, delta, direction, digits=40):
         def delta_at(eps):
             if direction == "remove":
                 a = cut(eps)
-                return (1 - q) * below(-a / s) + q * below((1 - a) / s) - mpmath.exp(eps) * below(-a / s)
+                return (1 - q) * normal_cdf(-a / s) + q * normal_cdf((1 - a) / s) - mpmath.exp(eps) * normal_cdf(-a / s)
             if mpmath.expm1(-eps) <= -q:
                 return mpmath.mpf(0)
             a = cut(-eps)
-            return below(a / s) - mpmath.exp(eps) * ((1 - q) * below(a / s) + q * below((a - 1) / s))
+            return normal_cdf(a / s) - mpmath.exp(eps) * ((1 - q) * normal_cdf(a / s) + q * normal_cdf((a - 1) / s))
 
         return least_epsilon(delta_at, delta, digits)
 
@@ -42,12 +42,12 @@ def gaussian(mu, delta, digits=40):
         m = mpmath.mpf(mu)
 
         def delta_at(eps):
-            return below(m / 2 - eps / m) - mpmath.exp(eps) * below(-m / 2 - eps / m)
+            return normal_cdf(m / 2 - eps / m) - mpmath.exp(eps) * normal_cdf(-m / 2 - eps / m)
 
         return least_epsilon(delta_at, delta, digits)
 
 
-def below(z):
+def normal_cdf(z):
     """The normal distribution function."""
     return mpmath.erfc(-z / mpmath.sqrt(2)) / 2
 
@@ -132,7 +132,7 @@ class Contour:
         raise ArithmeticError("the integral does not converge")
 
     def epsilon(self, delta):
-        """Epsilon at a delta, 0 where delta suffices without any."""
+        """Epsilon at a delta; 0 if delta alone covers the releases."""
         target = math.log(delta)
         if self.log_delta(0.0) <= target:
             return 0.0
@@ -150,12 +150,12 @@ class Contour:
             if high - low < 1e-10 * high:
                 break
         if math.isinf(self._excess(high, target)):
-            raise ArithmeticError("digits fail about the answer")
+            raise ArithmeticError("float64 is not precise enough near the result")
         return high
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - contours are few
     def _excess(self, eps, target):
-        """Returns the distance of ``log(delta)`` above a target; minus infinity if it is so small that digits fail."""
+        """Returns the distance of ``log(delta)`` above a target; minus infinity if float64 is not precise enough."""
         try:
             return self.log_delta(eps) - target
         except ArithmeticError:

@@ -6,8 +6,8 @@ from torch import nn
 from dpengine.clipping import Flat, PerLayer
 
 
-def pass_over(policy, scales):
-    """Returns statistics of a pass whose loss sums two layers' outputs, scaled per sample."""
+def statistics_of_pass(policy, scales):
+    """Returns the statistics of a pass of a two-layer model whose losses of single samples have the given scales."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 2, bias=False)).double()
     passes = ClippedPasses(model, policy, loss_reduction="sum")
@@ -26,6 +26,6 @@ def pass_over(policy, scales):
     ],
 )
 def test_samples_without_a_finite_norm_are_counted_as_dropped_only(policy, scales, counts):
-    seen, whole = pass_over(policy, scales), pass_over(policy, [1.0, 2.0, 3.0])
+    seen, finite = statistics_of_pass(policy, scales), statistics_of_pass(policy, [1.0, 2.0, 3.0])
     assert (seen.samples, seen.clipped, seen.dropped) == counts
-    assert 0 < seen.largest_norm <= whole.largest_norm if scales else seen.largest_norm == 0.0
+    assert 0 < seen.largest_norm <= finite.largest_norm if scales else seen.largest_norm == 0.0

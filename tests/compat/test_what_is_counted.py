@@ -67,12 +67,12 @@ def test_an_accountant_that_is_set_later_counts_from_then_on():
 
 
 def test_an_overridden_step_of_an_accountant_is_called_for_each_step():
-    class Doubled(RDPAccountant):
+    class HalvedNoise(RDPAccountant):
         def step(self, *, noise_multiplier, sample_rate):
             super().step(noise_multiplier=noise_multiplier / 2, sample_rate=sample_rate)
 
     engine = PrivacyEngine()
-    engine.accountant = Doubled()
+    engine.accountant = HalvedNoise()
     parts = private(engine)
     parts[1].step_hook = None  # which removes only the hooks that scripts attached
     train(*parts)
@@ -80,12 +80,12 @@ def test_an_overridden_step_of_an_accountant_is_called_for_each_step():
 
 
 def test_a_custom_accountant_counts_a_step_that_fails_after_its_charge():
-    class Listed(RDPAccountant):
+    class Subclassed(RDPAccountant):
         def step(self, *, noise_multiplier, sample_rate):
             super().step(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
 
     engine = PrivacyEngine()
-    engine.accountant = Listed()
+    engine.accountant = Subclassed()
     model, optimizer, loader = private(engine)
     scale_grad = optimizer.scale_grad
     for number, (inputs, targets) in enumerate(loader):

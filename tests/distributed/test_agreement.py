@@ -50,7 +50,7 @@ def other_order():
 
 
 class Shifted:
-    """A sampling scheme from outside whose batches depend on a number that its participation does not show."""
+    """A custom sampling scheme whose batches depend on an attribute that is not part of its participation."""
 
     def __init__(self, shift):
         self.scheme = CyclicPoissonSampling(sampling_prob=0.125)
@@ -93,7 +93,7 @@ DISAGREEMENTS = {
 
 
 def errors_of_rank():
-    """Returns the errors on one rank of two, one after the other."""
+    """Runs each setting on this rank of two. Returns the errors."""
     settings = {name: setting for name, (setting, _) in DISAGREEMENTS.items()}
     settings |= {"changed": changed_at_random, "skips": skips_a_batch, "partly sharded": only_a_part_is_sharded}
     found = {}
@@ -161,7 +161,7 @@ def test_if_one_rank_fails_the_others_end_with_an_error_and_the_step_is_charged(
     assert charged == 3 and same  # two steps, and the interrupted one, whose gradients were not applied
 
 
-def odd_wrappers():
+def errors_of_unsupported_wrappers():
     found = []
     torch.manual_seed(0)
     for wrap in (nn.DataParallel, type("FullyShardedDataParallel", (nn.Sequential,), {})):
@@ -176,7 +176,7 @@ def odd_wrappers():
 
 
 def test_wrappers_that_cannot_be_made_private_are_rejected_by_name():
-    dataparallel, older = odd_wrappers()
+    dataparallel, older = errors_of_unsupported_wrappers()
     assert "DataParallel" in dataparallel and "fully_shard" in dataparallel
     assert "FullyShardedDataParallel" in older
 

@@ -1,6 +1,6 @@
 """One rank fails in the middle of a step: every other ends with an error, its sums are destroyed, the step is charged.
 
-It is the last rank that fails. Each case has its own process group, so that one start of the processes serves many.
+The last rank fails. Each case has its own process group, so that the processes are started once for all cases.
 """
 
 import datetime
@@ -26,10 +26,10 @@ from dpengine.distributed.ranks import Ranks
 from dpengine.distributed.topology import Topology
 
 TIMEOUT = 4.0  # seconds, of the process groups
-LATE = 4.0  # seconds after the timeout by which all must have ended: two steps, and a busy machine
-WHOLE_STEPS = 2  # before the one in which a rank fails
-ENDS = {"RuntimeError", "DistBackendError", "DistNetworkError", "MechanismMismatchError"}
-ENDS_OF_THE_FAILED = ENDS | {"Failed", "RepeatedBackwardError"}
+GRACE_SECONDS = 4.0  # after the timeout; enough for two steps on a busy machine
+COMPLETE_STEPS = 2  # before the one in which a rank fails
+ERRORS = {"RuntimeError", "DistBackendError", "DistNetworkError", "MechanismMismatchError"}
+ERRORS_OF_FAILED_RANK = ERRORS | {"Failed", "RepeatedBackwardError"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Case:
 
     @property
     def steps_alone(self) -> bool:
-        """Returns True if others have changed their own parts already: they exchange nothing with it in a step."""
+        """Returns True if the other ranks may update their shards before they notice that the last rank failed."""
         return self.topology != "ddp" and self.failure in (
             "raises before the step",
             "stalls before the step",
@@ -62,12 +62,12 @@ class Failing:
         self.failure, self.step, self.others_ended = failure if last else "", 0, others_ended
 
     def at(self, point, *, model=None, batch=None):
-        if self.step != WHOLE_STEPS:
+        if self.step != COMPLETE_STEPS:
             return
         if self.failure == f"raises {point}":
             raise Failed
         if self.failure == f"stalls {point}":
-            until = time.monotonic() + TIMEOUT + LATE + 1
+            until = time.monotonic() + TIMEOUT + GRACE_SECONDS + 1
             while time.monotonic() < until and not self.others_ended():
                 time.sleep(0.05)
         if self.failure == "is killed" and point == "before forward":
@@ -84,7 +84,7 @@ def loss_of(model, batch, failing):
     return F.cross_entropy(logits.flatten(0, 1), following.flatten())
 
 
-def ending(case, others_ended):
+def run_case(case, others_ended):
     """Returns the outcome of a run on this rank."""
     torch.manual_seed(0)
     failing, model, engine = Failing(case.failure, others_ended), plain(), PrivacyEngine(seed=1)
@@ -99,13 +99,13 @@ def ending(case, others_ended):
     try:
         for step, batch in enumerate(itertools.chain(loader, loader)):
             failing.step = step
-            if step == WHOLE_STEPS:
+            if step == COMPLETE_STEPS:
                 before, began = [local_part(p).detach().clone() for p in held], time.monotonic()
             optimizer.zero_grad()
             failing.at("before forward")
             loss_of(model, batch, failing).backward()
             failing.at("before the step", model=model, batch=batch)
-            if not (failing.failure == "skips" and step == WHOLE_STEPS):
+            if not (failing.failure == "skips" and step == COMPLETE_STEPS):
                 optimizer.step()
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
@@ -123,8 +123,8 @@ def ending(case, others_ended):
     return found | {"charged in the end": engine.ledger.steps, "clean in the end": state.clean and not state.pending}
 
 
-def endings(cases, folder):
-    """Writes the ends of several runs on this rank to files. After a killed rank, the next runs have one less."""
+def run_cases(cases, folder):
+    """Writes the outcome of each case on this rank to a file. After a killed rank, later cases have one rank fewer."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for number, case in enumerate(cases):
         meet(folder, number, rank, ranks)
@@ -133,20 +133,22 @@ def endings(cases, folder):
         store = dist.FileStore(str(folder / f"store{number}"), ranks)
         timeout = datetime.timedelta(seconds=TIMEOUT)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
-        of_others = [folder / f"ending{number}-{other}" for other in range(ranks - 1)]
-        found = ending(case, lambda files=of_others: all(file.exists() for file in files))
-        torch.save(found, folder / f"ending{number}-{rank}")
+        of_others = [folder / f"run_case{number}-{other}" for other in range(ranks - 1)]
+        found = run_case(case, lambda files=of_others: all(file.exists() for file in files))
+        torch.save(found, folder / f"run_case{number}-{rank}")
         ranks -= case.failure == "is killed"
         dist.destroy_process_group()
-        gc.collect()  # as where a process ends: connections close, and the others hear of it
+        gc.collect()  # closes the connections, as the end of a process does, so that the other ranks notice
     meet(folder, len(cases), rank, ranks)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the launcher to end
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )  # a process group that the launcher destroys
 
 
-def endings_of(cases, ranks, folder):
+def outcomes_of(cases, ranks, folder):
     """Returns the outcome of each run on each rank; None for a killed rank."""
-    launched(ranks, endings, cases, folder)
-    files = {case: [folder / f"ending{i}-{rank}" for rank in range(ranks)] for i, case in enumerate(cases)}
+    launched(ranks, run_cases, cases, folder)
+    files = {case: [folder / f"run_case{i}-{rank}" for rank in range(ranks)] for i, case in enumerate(cases)}
     return {case: [torch.load(one) if one.exists() else None for one in of] for case, of in files.items()}
 
 
@@ -167,7 +169,7 @@ A_FEW = [
     Case("skips", "fsdp"),
     Case("is killed", "tp"),
 ]
-ALL = [
+COMMON_FAILURES = [
     "raises in forward",
     "raises before backward",
     "raises in backward",
@@ -181,17 +183,15 @@ ALL = [
 def check(case, found):
     """Checks that a run ended as expected on each rank, of which the last one failed."""
     failed = found[-1]
-    assert failed is None if case.failure == "is killed" else failed["charged in the end"] > WHOLE_STEPS
+    assert failed is None if case.failure == "is killed" else failed["charged in the end"] > COMPLETE_STEPS
     for one in found if failed is not None else found[:-1]:
-        assert one["error"].split(":")[0] in ENDS | ({"Failed", "RepeatedBackwardError"} if one is failed else set()), (
-            one
-        )
-        assert one is failed or one["seconds"] < TIMEOUT + LATE, one
+        assert one["error"].split(":")[0] in (ERRORS_OF_FAILED_RANK if one is failed else ERRORS), one
+        assert one is failed or one["seconds"] < TIMEOUT + GRACE_SECONDS, one
         assert one["no gradients"] and one["clean in the end"]
-        assert one["charged in the end"] - WHOLE_STEPS in (1, 2)
+        assert one["charged in the end"] - COMPLETE_STEPS in (1, 2)
         if one is not failed:
             assert case.steps_alone or one["same weights"]
-            assert one["charged"] > WHOLE_STEPS or one["same weights"]
+            assert one["charged"] > COMPLETE_STEPS or one["same weights"]
             assert case.topology != "ddp" or one["void"]  # others fail within the step itself
 
 
@@ -206,7 +206,7 @@ def test_if_one_rank_fails_all_others_end_with_an_error(few, case):
 def few(request, tmp_path_factory):
     """The runs that the chosen tests need."""
     params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    return endings_of([case for case in A_FEW if {"case": case} in params], 2, tmp_path_factory.mktemp("few"))
+    return outcomes_of([case for case in A_FEW if {"case": case} in params], 2, tmp_path_factory.mktemp("few"))
 
 
 @pytest.mark.slow
@@ -224,16 +224,16 @@ def few(request, tmp_path_factory):
 )
 @pytest.mark.hazard("X3")
 def test_every_kind_of_failure_in_every_kind_of_run(topology, ranks, tmp_path):
-    """One that runs twice goes without the splits: gloo ends processes where messages of other sizes meet."""
-    kinds = [*ALL, *([] if "tp" in topology else ["runs twice"]), "is killed"]
+    """Leaves out ``runs twice`` for split layers, because gloo aborts if the sizes of messages differ."""
+    kinds = [*COMMON_FAILURES, *([] if "tp" in topology else ["runs twice"]), "is killed"]
     cases = [Case(failure, topology) for failure in kinds]
-    for case, found in endings_of(cases, ranks, tmp_path).items():
+    for case, found in outcomes_of(cases, ranks, tmp_path).items():
         check(case, found)
 
 
 @pytest.mark.hazard("X3")
 def test_a_count_that_cannot_be_exchanged_is_destroyed_and_its_step_stays_charged(monkeypatch):
-    """The last exchange of a step, when the weights have changed: that of the rows below an adaptive threshold."""
+    """The count of samples below an adaptive threshold is the last exchange of a step, after the weights changed."""
 
     def fails(topology, number):
         raise Failed

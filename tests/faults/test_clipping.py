@@ -130,8 +130,8 @@ def test_no_sample_adds_more_than_the_sensitivity_of_its_policy(mode, name):
     data = tensors()
     whole = release_of(mlp(), data, clipping=POLICIES[name](), **options)
     with unprobed():
-        parted = [whole - release_of(mlp(), without(data, i), clipping=POLICIES[name](), **options) for i in range(6)]
-    assert 0.2 < max(float(one.norm()) for one in parted) <= 0.5 * (1 + ROUNDING)
+        changes = [whole - release_of(mlp(), without(data, i), clipping=POLICIES[name](), **options) for i in range(6)]
+    assert 0.2 < max(float(one.norm()) for one in changes) <= 0.5 * (1 + ROUNDING)
     engine, *_ = private(mlp(), data, clipping=POLICIES[name](), noise_multiplier=2.0, **options)
     joint = (2.0**-2 - 20.0**-2) ** -0.5 if name == "adaptive" else 2.0
     assert inside.state(engine).noise_std == pytest.approx(joint * 0.5)
@@ -229,7 +229,7 @@ def test_no_clipped_gradient_exceeds_the_clipping_norm(mode, dtype):
 @pytest.mark.parametrize("max_norm", [0.1, 0.7, 1.0, 3e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.hazard("C9")
-def test_no_factor_of_a_million_is_too_large_in_any_precision(dtype, max_norm):
+def test_none_of_a_million_factors_is_too_large_in_any_precision(dtype, max_norm):
     generator = torch.Generator().manual_seed(0)
     exponents = torch.rand(1_000_000, generator=generator, dtype=torch.float64) * 24 - 8
     norms_B = torch.cat([10**exponents, max_norm * (1 + torch.linspace(-1e-5, 1e-5, 1000).double())]).to(dtype)

@@ -57,7 +57,7 @@ def test_a_tree_of_thresholds_clips_in_groups():
     clipped, norms = clip_tree(tree(), {"a": 1.0, "b": (2.0, [0.0])})
     assert norms["a"] == 3.0 and norms["b"][0] == 4.0 and norms["b"][1][0] == 0.0
     assert clipped["a"].tolist() == [1.0, 0.0] and clipped["b"][0].item() == 2.0
-    _, norms = clip_tree(tree(), {"a": 1.0, "b": 2.0})  # the beginning of the tree
+    _, norms = clip_tree(tree(), {"a": 1.0, "b": 2.0})  # one threshold for the whole subtree
     assert norms["b"] == 4.0
 
 

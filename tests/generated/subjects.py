@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 CLASSES, VOCABULARY, SIDE = 4, 6, 3
 MODES = ("auto", "auto", "hooks", "functorch", "ew", "ghost", "whole_model")
-ALONE = ("auto", "whole_model")  # modes that run single samples through units without a grad sampler
+SINGLE_SAMPLE_MODES = ("auto", "whole_model")  # modes that run single samples through units without a grad sampler
 CLIPPINGS = ("flat", "per_layer", "automatic")
 DTYPES = (torch.float32, torch.float32, torch.float32, torch.float64, torch.float64, torch.bfloat16)
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -209,7 +209,7 @@ def drawn(seed: int, again: int = 0) -> Subject:
 def _modes(planted: str | None, *, is_covered: bool) -> tuple[str, ...]:
     if planted == "unused":  # whole_model treats a missing gradient as zero
         return MODES[:-1]
-    return MODES if is_covered else (*MODES, *6 * ALONE)
+    return MODES if is_covered else (*MODES, *6 * SINGLE_SAMPLE_MODES)
 
 
 def _model_and_inputs(

@@ -8,7 +8,7 @@ from generated import verdicts
 from generated.blocks import BLOCKS
 from generated.layers_of import LAYERS
 from generated.planted import PLANTED
-from generated.subjects import ALONE, CLIPPINGS, DTYPES, FORMS, LAYOUTS, MODES, drawn, subject_of
+from generated.subjects import CLIPPINGS, DTYPES, FORMS, LAYOUTS, MODES, SINGLE_SAMPLE_MODES, drawn, subject_of
 from generated.survey import survey
 from generated.uncovered import AROUND, UNCOVERED
 from generated.verdicts import verdict_on
@@ -50,7 +50,7 @@ def test_random_models_cover_all_layers_blocks_and_settings():
     used = {name for subject in subjects for name in subject.used}
     assert used >= {name for table in (*LAYERS.values(), *UNCOVERED.values()) for name in table} | BLOCKS.keys()
     assert used >= {f"around-{name}" for name in AROUND} | {"tied-embedding", "tied-by-function"}
-    alone = {name for subject in subjects if subject.settings["mode"] in ALONE for name in subject.used}
+    alone = {name for subject in subjects if subject.settings["mode"] in SINGLE_SAMPLE_MODES for name in subject.used}
     assert alone >= {name for table in UNCOVERED.values() for name in table}
     assert {subject.planted for subject in subjects} == PLANTED.keys() | {None}
     tables = {"mode": MODES, "clipping": CLIPPINGS, "dtype": DTYPES, "form": FORMS, "layout": LAYOUTS}

@@ -10,7 +10,7 @@ import torch
 from generated.modules import Checkpointed, Positions
 from generated.planted import PLANTED
 from generated.runs import by_engine, by_grad_samples, by_sums, named_in
-from generated.subjects import ALONE, Subject, trains
+from generated.subjects import SINGLE_SAMPLE_MODES, Subject, trains
 from generated.truth import Gradients, clipped_sum, length, sample_gradients, threshold, untouched
 from reference import widened
 from torch.utils._pytree import tree_leaves
@@ -185,7 +185,7 @@ def _checkpoints_by_running_again(subject: Subject, text: str) -> bool:
 
 def _needs_samples_alone(subject: Subject, text: str) -> bool:
     """Returns True if a module has no grad sampler and the mode does not run single samples through units."""
-    alone = subject.settings["mode"] in ALONE and subject.settings["path"] != "grad_sample"
+    alone = subject.settings["mode"] in SINGLE_SAMPLE_MODES and subject.settings["path"] != "grad_sample"
     return not (subject.is_covered or alone)
 
 

@@ -21,7 +21,7 @@ from dpengine.grad_samplers.rule_check import without_rule_checks
 from dpengine.grad_samplers.table import rule_for, sampler_for
 
 ROWS, T = 4, 3
-BY_NORMS = ("auto", "ghost")
+NORM_MODES = ("auto", "ghost")
 
 
 pytestmark = pytest.mark.usefixtures("registries")
@@ -34,7 +34,7 @@ def unchecked():
         yield
 
 
-class Mix(nn.Module):
+class ScaledTanh(nn.Module):
     """Layer without a built-in rule, over positions: ``tanh(x factor) + shift``."""
 
     def __init__(self, features=5):
@@ -72,15 +72,15 @@ def model_of(layer):
 
 
 SOURCES = {  # source of the sums: layer, registered grad sampler, reference rule
-    "own-grad-sampler": (Mix, mix_grads, mix_grads),
-    "functional-fallback": (Mix, None, mix_grads),
+    "own-grad-sampler": (ScaledTanh, mix_grads, mix_grads),
+    "functional-fallback": (ScaledTanh, None, mix_grads),
     "built-in": (lambda: nn.Linear(5, 5), None, linear_grads),
     "built-in-replaced": (lambda: nn.Linear(5, 5), linear_grads, linear_grads),
 }
 
 
 def registered(source, times):
-    """A model whose middle layer has norms from outside; the two others go by what is built in, if it is a Linear."""
+    """Returns a model whose middle layer has a registered norm function. A subclass of Linear is registered."""
     make, rule, right = SOURCES[source]
     layer = make()
     kind = type("Only", (type(layer),), {}) if isinstance(layer, nn.Linear) and rule is not None else type(layer)
@@ -100,7 +100,7 @@ def loss_of_rows(cotangent):
 
 
 def loop(model, inputs, cotangent, times=1.0, layers=("2",)):
-    """Clipped sums of a loop over rows, in which some layers count so many times in the norm."""
+    """Clipped sums of a loop over rows, with the norms of some layers multiplied by ``times``."""
     rows = per_sample_gradients(model, lambda o, c: (o * c).sum(), inputs, cotangent)
     total = dict.fromkeys(rows[0], 0.0)
     for row in rows:
@@ -118,7 +118,7 @@ def test_only_the_modes_that_use_norms_clip_by_registered_norms(source, mode):
     model, (inputs, cotangent) = registered(source, 7.0), batch()
     found, _ = clip_by_engine(model, inputs, loss_of_rows(cotangent), mode=mode)
     layers = ("0", "2", "3") if source == "built-in" else ("2",)
-    truth = loop(model, inputs, cotangent, 7.0 if mode in BY_NORMS else 1.0, layers)
+    truth = loop(model, inputs, cotangent, 7.0 if mode in NORM_MODES else 1.0, layers)
     assert relative_error(found, truth) <= 1e-9
 
 
@@ -131,9 +131,9 @@ def test_both_reductions_and_both_forms_give_the_same_sums(mode, own_loss, reduc
         return mix_grads(layer, activations, backprops)
 
     whole = []
-    model, (inputs, cotangent) = model_of(Mix()), batch()
-    register_grad_sampler(Mix, own_loss=own_loss)(seen)
-    register_norm_sampler(Mix, own_loss=own_loss)(norms_of(seen))
+    model, (inputs, cotangent) = model_of(ScaledTanh()), batch()
+    register_grad_sampler(ScaledTanh, own_loss=own_loss)(seen)
+    register_norm_sampler(ScaledTanh, own_loss=own_loss)(norms_of(seen))
     divisor = ROWS if reduction == "mean" else 1
     loss = lambda output: (output * cotangent).sum() / divisor  # noqa: E731
     found, _ = clip_by_engine(model, inputs, loss, mode=mode, reduction=reduction)
@@ -161,7 +161,7 @@ class Tied(nn.Module):
         return self.other(self.layer(x))
 
 
-@pytest.mark.parametrize("mode", BY_NORMS)
+@pytest.mark.parametrize("mode", NORM_MODES)
 @pytest.mark.parametrize("source", ["own-grad-sampler", "functional-fallback", "built-in-replaced"])
 @pytest.mark.parametrize("wrapped", [twice_model, Tied])
 def test_registered_norms_are_not_used_for_a_parameter_with_two_uses(wrapped, source, mode):
@@ -198,10 +198,10 @@ def test_each_function_is_called_once_for_all_parameters_of_a_call(counted, mode
         return mix_grads(layer, activations, backprops)
 
     if counted == "gradients":
-        register_grad_sampler(Mix)(grads)
-    register_norm_sampler(Mix)(norms_of(grads if counted == "norms" else mix_grads))
+        register_grad_sampler(ScaledTanh)(grads)
+    register_norm_sampler(ScaledTanh)(norms_of(grads if counted == "norms" else mix_grads))
     inputs, cotangent = batch()
-    model = Mix(2).double()
+    model = ScaledTanh(2).double()
     sums = ClippedPasses(model, probes=False, mode=mode, loss_reduction="sum")  # a probe calls the sampler again
     loss_of_rows(cotangent)(model(inputs[0][..., :2])).backward()
     assert counted == "norms" or not calls  # norms need no gradients
@@ -209,7 +209,7 @@ def test_each_function_is_called_once_for_all_parameters_of_a_call(counted, mode
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("mode", BY_NORMS)
+@pytest.mark.parametrize("mode", NORM_MODES)
 @pytest.mark.parametrize("source", SOURCES)
 def test_an_empty_batch_gives_zero_sums_without_a_call_of_the_norm_sampler(source, mode):
     def fail(layer, activations, backprops):
@@ -222,7 +222,7 @@ def test_an_empty_batch_gives_zero_sums_without_a_call_of_the_norm_sampler(sourc
 
 
 @pytest.mark.parametrize("in_norms", [True, False], ids=["norm", "input"])
-@pytest.mark.parametrize("mode", BY_NORMS)
+@pytest.mark.parametrize("mode", NORM_MODES)
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_sample_with_a_nonfinite_norm_or_input_is_dropped(source, mode, in_norms):
     model, (inputs, cotangent) = registered(source, 1.0), batch()
@@ -243,7 +243,7 @@ def test_a_sample_with_a_nonfinite_norm_or_input_is_dropped(source, mode, in_nor
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("source", SOURCES)
-def test_units_of_privacy_are_clipped_by_gradients(source, monkeypatch):
+def test_privacy_units_are_clipped_without_registered_norms(source, monkeypatch):
     monkeypatch.setattr(entry, "CHUNK_BYTES", 1)  # rules that support chunks are called with chunks of samples
     model, (inputs, cotangent) = registered(source, 7.0), batch()
     sums = ClippedPasses(model, loss_reduction="sum")
@@ -270,14 +270,14 @@ def call_of(layer):
     return LayerCall(layer, (x,), grad), {name: Use(p, name) for name, p in layer.named_parameters()}
 
 
-class WrittenForAutograd(Mix):
+class WrittenForAutograd(ScaledTanh):
     """Layer that ``torch.func`` cannot trace, so that the fallback loops over samples with gradients enabled."""
 
     def forward(self, x):
         return Doubled.apply(super().forward(x) / 2)
 
 
-@pytest.mark.parametrize("mode", BY_NORMS)
+@pytest.mark.parametrize("mode", NORM_MODES)
 @pytest.mark.parametrize("wrapped", [lambda layer: layer, twice_model], ids=["once", "twice"])
 def test_hooks_do_not_record_while_a_layer_is_replayed(wrapped, mode):
     layer = WrittenForAutograd()
@@ -289,8 +289,8 @@ def test_hooks_do_not_record_while_a_layer_is_replayed(wrapped, mode):
 
 
 def test_frozen_parameters_need_no_norms():
-    register_norm_sampler(Mix)(norms_of(mix_grads))
-    model, (inputs, cotangent) = model_of(Mix()), batch()
+    register_norm_sampler(ScaledTanh)(norms_of(mix_grads))
+    model, (inputs, cotangent) = model_of(ScaledTanh()), batch()
     model[2].shift.requires_grad_(False)
     found, _ = clip_by_engine(model, inputs, loss_of_rows(cotangent))
     assert relative_error(found, loop(model, inputs, cotangent)) <= 1e-9
@@ -300,8 +300,8 @@ def test_norm_samplers_do_not_match_subclasses():
     register_norm_sampler(nn.Linear)(norms_of(linear_grads))
     other = type("Other", (nn.Linear,), {})(2, 3)
     assert rule_for(other) is None
-    register_norm_sampler(Mix)(norms_of(mix_grads))
-    for replaced in (nn.Linear(2, 3), Mix()):
+    register_norm_sampler(ScaledTanh)(norms_of(mix_grads))
+    for replaced in (nn.Linear(2, 3), ScaledTanh()):
         replaced.forward = lambda x: x
         assert rule_for(replaced) is None
     assert rule_for(nn.Linear(2, 3)).gradients is sampler_for(nn.Linear(2, 3))
@@ -327,28 +327,28 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("mode", BY_NORMS)
-@pytest.mark.parametrize("said", WRONG)
-def test_wrong_norms_are_rejected_with_layer_and_parameter(said, mode):
+@pytest.mark.parametrize("mode", NORM_MODES)
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_norms_are_rejected_with_layer_and_parameter(message, mode):
     right = norms_of(mix_grads)
-    register_norm_sampler(Mix)(lambda layer, *call: WRONG[said](layer, right(layer, *call)))
-    model = nn.Sequential(nn.Linear(2, 5), Mix())
+    register_norm_sampler(ScaledTanh)(lambda layer, *call: WRONG[message](layer, right(layer, *call)))
+    model = nn.Sequential(nn.Linear(2, 5), ScaledTanh())
     clipper = PerSampleGradientClipper(model, Flat(1.0), grad_sample_mode=mode)
-    with pytest.raises((MissingGradientError, UnsupportedLayerError), match=rf"'1'.*{said}|{said}.*'1'"):
+    with pytest.raises((MissingGradientError, UnsupportedLayerError), match=rf"'1'.*{message}|{message}.*'1'"):
         model(torch.ones(4, T, 2)).sum().backward()
         clipper.clip_and_accumulate()
 
 
-@pytest.mark.parametrize("wrong", [int, "Mix", [Mix, 3], []], ids=str)
+@pytest.mark.parametrize("wrong", [int, "ScaledTanh", [ScaledTanh, 3], []], ids=str)
 def test_only_module_classes_can_be_registered(wrong):
     with pytest.raises(TypeError, match=r"register_norm_sampler takes a subclass of torch\.nn\.Module"):
         register_norm_sampler(wrong)
 
 
 def test_a_norm_sampler_that_cannot_be_called_is_rejected_at_registration():
-    with pytest.raises(TypeError, match=r"norm sampler for Mix is .*cannot be called"):
-        register_norm_sampler(Mix)({"factor": 1})
-    assert Mix not in REGISTERED_NORMS
+    with pytest.raises(TypeError, match=r"norm sampler for ScaledTanh is .*cannot be called"):
+        register_norm_sampler(ScaledTanh)({"factor": 1})
+    assert ScaledTanh not in REGISTERED_NORMS
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -358,9 +358,9 @@ def test_a_registered_rule_gets_the_batch_on_axis_0_of_a_time_first_layer(mode):
         return mix_grads(layer, activations, backprops)
 
     shapes = []
-    register_grad_sampler(Mix)(seen)
-    register_norm_sampler(Mix)(norms_of(seen))
-    model, (inputs, cotangent) = model_of(Mix()), batch()
+    register_grad_sampler(ScaledTanh)(seen)
+    register_norm_sampler(ScaledTanh)(norms_of(seen))
+    model, (inputs, cotangent) = model_of(ScaledTanh()), batch()
     loss = lambda output: (output.transpose(0, 1) * cotangent).sum()  # noqa: E731
     found, _ = clip_by_engine(model, (inputs[0].transpose(0, 1),), loss, mode=mode, batch_first=False)
     assert all(pair == ((ROWS, T, 5), (ROWS, T, 5)) for pair in shapes)

@@ -13,7 +13,7 @@ from dpengine.noise.discrete import add_discrete_normal_
 
 
 def test_noise_has_the_requested_standard_deviation_and_zero_mean():
-    """A million draws: the variance ratio has standard deviation 0.0014, the mean 0.001; tested at 5."""
+    """Tolerance: 5 standard deviations. Those of a million draws are 0.0014 (ratio of variances) and 0.001 (mean)."""
     sums = torch.full((1_000_000,), 7.0)
     GaussianNoise(NoiseSource.seeded(1)).add(sums, std=2.5, step=0)
     noise = (sums.double() - 7.0) / 2.5
@@ -147,7 +147,7 @@ def test_draws_follow_from_their_address():
         assert not np.array_equal(drawn(1000, 5.0), drawn(1000, 5.0, **other))
 
 
-def test_noise_is_added_in_place_and_none_is_none():
+def test_noise_is_added_in_place_and_zero_sigma_adds_nothing():
     sums = torch.arange(6).view(2, 3)
     assert add_discrete_normal_(sums, 0.0, source=NoiseSource.seeded(0), step=0) is sums
     assert torch.equal(sums, torch.arange(6).view(2, 3))

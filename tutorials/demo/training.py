@@ -140,7 +140,7 @@ def prepare(
         target_delta=DELTA,
         epochs=task.epochs,
         max_grad_norm=task.max_grad_norm,
-        # These constants are public documentation of the data, so the relation is add-or-remove.
+        # These constants come from the public documentation of the data, so the guarantee is for add-or-remove.
         sample_rate=batch_size / len(data),
         expected_batch_size=batch_size,
     )

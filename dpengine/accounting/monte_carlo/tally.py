@@ -56,7 +56,7 @@ class Simulation:
         return max(tally.estimate(epsilon, curve) for tally in self.directions)
 
     def smallest_epsilon(self, threshold: float, curve: Curve, sufficient: float) -> float:
-        """Returns the smallest epsilon whose estimate is at most the threshold, which ``sufficient`` satisfies."""
+        """Returns the smallest epsilon whose estimate is at most the threshold, as is that of ``sufficient``."""
         if self.estimate(0.0, curve) <= threshold:
             return 0.0
         low, high = 0.0, sufficient

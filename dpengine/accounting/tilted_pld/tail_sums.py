@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _UNIT = 2.0**-53
 _RELEVANT = 60.0  # -log of the weight below which masses are negligible
-_LOW_FREQUENCIES = 64  # lattice points per frequency from which geometric sums are faster
+_MIN_POINTS_PER_FREQUENCY = 64  # lattice points per frequency from which geometric sums are faster
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TailSums(Protocol):
 
 def tail_sums(transform: Complex, first: int, size: int) -> TailSums:
     """Returns the tail sums of the distribution with this transform, whose first point has the index ``first``."""
-    if len(transform) <= size // _LOW_FREQUENCIES:
+    if len(transform) <= size // _MIN_POINTS_PER_FREQUENCY:
         return _ByFrequency(transform, first, size)
     return _ByMass(np.roll(np.fft.irfft(transform, size), -(first % size)))
 

@@ -68,7 +68,10 @@ class CollateFnWithEmpty:
         self.first_batch: Any = None
 
     def __call__(self, batch: list[Any]) -> Any:
-        """Collates the examples, or returns an empty batch. Raises TypeError if a batch contains other than tensors."""
+        """Collates the examples, or returns an empty batch.
+
+        Raises TypeError for an empty batch if the first batch had other values than tensors.
+        """
         if len(batch):
             collated = batch if self.wrapped_collator_fn is None else self.wrapped_collator_fn(batch)
             if self.first_batch is None:
@@ -177,8 +180,8 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
     ) -> DPDataLoader:
         """Returns a loader with the data set and settings of another loader, and the same number of batches per epoch.
 
-        The batch size of ``data_loader``, a plain loader, is that of all processes together, or with a
-        ``DistributedSampler`` that of each process. ``generator=None`` uses the generator of ``data_loader``. The other
+        The batch size of ``data_loader`` is the total of all processes. With a ``DistributedSampler``, it is that of
+        each process. ``generator=None`` uses the generator of ``data_loader``. The other
         arguments are those of the class. Raises ValueError for an ``IterableDataset`` or a custom sampler.
         """
         generator = data_loader.generator if generator is None else generator

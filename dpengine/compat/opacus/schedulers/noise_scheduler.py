@@ -13,7 +13,7 @@ from .by_epoch import ByEpoch, Exponential, Step
 
 @keyword_hints
 class _NoiseScheduler(ByEpoch):
-    """Base class of noise multiplier schedulers. The constructor takes the first step, to ``last_epoch + 1``.
+    """Base class of noise multiplier schedulers. The constructor advances to epoch ``last_epoch + 1``.
 
     Args:
         optimizer: The private optimizer, or any object with a ``noise_multiplier``.
@@ -38,7 +38,7 @@ class ExponentialNoise(Exponential, _NoiseScheduler):
 
 @keyword_hints
 class LambdaNoise(_NoiseScheduler):
-    """Multiplies the noise multiplier at construction by a function of the epoch.
+    """Sets the noise multiplier to its initial value times a function of the epoch.
 
     Args:
         optimizer: The private optimizer.
