@@ -135,9 +135,12 @@ def test_an_input_that_is_changed_after_its_layer_is_rejected():
 
 @pytest.fixture
 def inputs_of_a_layer():
-    """A model, its clipped sums, and a list that gets a weak reference to each input of a layer in the middle."""
+    """Returns a model, its clipped sums, and a list of weak references to the inputs of the third layer.
+
+    They are recorded as outputs of the second layer, because a layer with a hook of the user runs in another way.
+    """
     model, seen = net(), []
-    model[2].register_forward_pre_hook(lambda module, args: seen.append(weakref.ref(args[0])))
+    model[1].register_forward_hook(lambda module, args, output: seen.append(weakref.ref(output)))
     return model, ClippedPasses(model), seen
 
 

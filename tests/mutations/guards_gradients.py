@@ -121,7 +121,7 @@ GUARDS = [
     ),
     Guard(
         "a count that costs the whole step",
-        "noise_multiplier >= count",
+        "noise_multiplier >= count_multiplier",
         "False",
         "clipping/test_adaptive.py::test_a_noise_multiplier_out_of_range_is_rejected",
     ),

@@ -364,7 +364,7 @@ GUARDS = [
         "        return self.other_data and (\n            self._has_constants(calls)",
         "        return (\n            self._has_constants(calls)",
         "independence/test_mixing_loops.py::test_loop_that_mixes_samples_is_rejected_or_reported"
-        "[weights_by_place-zero-out]",
+        "[weights_by_position-zero-out]",
     ),
     Guard(
         "a loop whose calls take too long to run again",

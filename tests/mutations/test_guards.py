@@ -95,6 +95,15 @@ def test_every_named_test_exists():
     assert missing_tests(guard.test for guard in GUARDS) == []
 
 
+@pytest.mark.slow
+def test_pytest_finds_every_named_test_with_its_parameters():
+    """Takes 10 seconds, because many files are imported."""
+    ids = [f"{TESTS}/{test}" for test in dict.fromkeys(guard.test for guard in GUARDS)]
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "", "-p", "no:cacheprovider", *ids]
+    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
 def test_missing_tests_reports_missing_files_and_functions():
     here = "mutations/test_guards.py::"
     wrong = ["mutations/test_gone.py::test_a", f"{here}test_gone[1]", f"{here}run", here]
