@@ -5,7 +5,7 @@
 Every contender trains the same model on the same batch with SGD. Noise and the optimizer's update are included, data
 loading is not. In each round every contender takes one step, so that drifts of the machine affect all of them. Before a
 cell is timed, the clipped sum without noise must equal a loop over single samples, and no sample may exceed the
-clipping norm of dpengine; a contender that fails has no time. Peers need ``pip install -r
+clipping norm of dpengine; a contender that fails is not timed. Peers need ``pip install -r
 benchmarks/requirements.txt``; without it they are listed as missing. JAX may be elsewhere: ``--jax-python PATH``.
 """
 
@@ -34,7 +34,7 @@ PACKAGES = ("torch", "opacus", "opake", "backpack-for-pytorch", "jax-privacy", "
 
 
 def contenders_for(modes: list[str], peers: list[str]) -> list[str]:
-    """Returns the contenders of modes of dpengine and of libraries; ``["all"]`` and ``["none"]`` are accepted."""
+    """Returns the contenders for modes of dpengine and for peers, which may be ``["all"]`` or ``["none"]``."""
     libraries = LIBRARIES if peers == ["all"] else peers
     chosen = [
         name for name in PEERS if name.split()[0] in libraries or (name in BASELINES and "jax-privacy" in libraries)

@@ -62,9 +62,13 @@ STEP_NAMES = {
     "probe",
     "modes",
 }
-ALLOWED_NAMES = {"MODES", "Sketches", "norm_of_sketch"}  # public keys, and numbers that are tested alone
+ALLOWED_NAMES = {
+    "MODES",
+    "Sketches",
+    "norm_of_sketch",
+}  # MODES is public; the sketches are numerical code with tests of their own
 EXEMPT_PARTS = {"accounting", "noise", "kernels", "data", "cli", "report", "plan", "ledger_file", "batch_selection"}
-NOT_BY_FOLDER = {"compiled", "clipping"}  # packages whose own tests go through `inside_parts`, too
+NOT_EXEMPT_IN_OWN_TESTS = {"compiled", "clipping"}  # packages whose own tests go through `inside_parts`, too
 SKIPPED_FILES = {"inside.py", "inside_parts.py", "test_inside.py", "test_layering.py", "mutations"}  # not read
 PUBLIC = {
     "_module",
@@ -206,7 +210,7 @@ def _read(
             found.used.add(node.arg)
         elif isinstance(node, ast.Attribute):
             found.methods.add(node.attr)
-            if _of_attribute(node, private):
+            if _is_internal_attribute(node, private):
                 found.reasons.append(f".{node.attr}")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             if IN_STRINGS.search(node.value) and not _is_docstring(top, node):
@@ -217,7 +221,7 @@ def _read(
     return found
 
 
-def _of_attribute(node: ast.Attribute, private: Collection[str]) -> bool:
+def _is_internal_attribute(node: ast.Attribute, private: Collection[str]) -> bool:
     if node.attr == "runs":  # not those of a ledger file
         owner = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
         return owner in {"engine", "plain"}
@@ -236,7 +240,9 @@ def touching(tests: Path, package: Path = PACKAGE) -> list[Definition]:
     modules = {}
     for file in files:
         folder = file.relative_to(tests).parts[0]
-        its_own = set() if folder in NOT_BY_FOLDER else {name for name, parts in private.items() if folder in parts}
+        its_own = (
+            set() if folder in NOT_EXEMPT_IN_OWN_TESTS else {name for name, parts in private.items() if folder in parts}
+        )
         modules[file] = read_module(file, private.keys() - its_own)
     by_path = {".".join(file.relative_to(tests).with_suffix("").parts): one for file, one in modules.items()}
     while True:
@@ -275,7 +281,7 @@ def _follow(module: Module, by_path: dict[str, Module], modules: dict[Path, Modu
 
 
 def test_only_inside_touches_the_internals_of_the_step():
-    """The refactors of the step change one module of the tests."""
+    """A refactoring of the step should change only ``inside`` and ``inside_parts``."""
     found = touching(TESTS)
     assert not found, "\n".join(f"{one.file.name}:{one.line} {one.name}: {one.reasons[0]}" for one in found)
 

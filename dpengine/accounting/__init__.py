@@ -1,4 +1,4 @@
-"""Privacy accounting: events, the ledger, accountants and noise calibration. Imports no torch."""
+"""Privacy accounting: events, the ledger, accountants and noise calibration. Does not import torch."""
 
 from typing import TYPE_CHECKING
 

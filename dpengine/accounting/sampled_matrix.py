@@ -20,8 +20,8 @@ SCHEMES = ("balls-in-bins", "cyclic-poisson", "b-min-sep")
 class SampledMatrixEvent(BaseEvent):
     """One complete run that releases ``G + S^-1 Z`` step by step, with amplification by random participation.
 
-    One charge accounts for all ``steps``. There is no closed form: `monte_carlo_epsilon` verifies an epsilon. A run
-    that ends earlier is an event with fewer steps, if their number was fixed in advance.
+    One charge accounts for all ``steps``. There is no closed form: `monte_carlo_epsilon` verifies an epsilon. A
+    shorter run is an event with fewer steps, if their number was fixed before the run.
 
     The steps of each example are drawn independently of all other examples, and batches are not truncated. Groups of
     equal size (``Partition.EQUAL_SPLIT``) are not covered, because an example's group then depends on those of others.
@@ -42,7 +42,8 @@ class SampledMatrixEvent(BaseEvent):
         sample_rate: Probability of participation, see ``scheme``; 1 for balls-in-bins.
         warm_start: For b-min-sep: True if the first step is distributed like a step in the middle of a long run.
 
-    Except for balls-in-bins, the strategy has at most ``cycle_length`` bands, so columns that far apart do not overlap.
+    Except for balls-in-bins, the strategy has at most ``cycle_length`` bands, so columns that are
+    at least ``cycle_length`` apart do not overlap.
     """
 
     noise_multiplier: float

@@ -1,4 +1,4 @@
-"""Rejects the loss of a Hugging Face model that is a mean over all tokens of the batch."""
+"""Rejects the loss that a Hugging Face model computes if it is a mean over all tokens of the batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _INSTALL = " Or let the model return it: model.loss_function = dpengine.losses.c
 def token_mean_guards(model: nn.Module, recording: Callable[[], bool]) -> list[Any]:
     """Attaches hooks that raise BatchDependentLossError in the backward pass of a loss that weights samples unequally.
 
-    Checks the losses of models of the library transformers, also inside another model. They weight samples unequally
+    Checks the losses of models of transformers, including those inside another model. They weight samples unequally
     if the samples have different numbers of labels, or if the model gets the number of labels of the batch.
     """
     handles = []

@@ -95,7 +95,8 @@ def _facts_of_state(state: Mapping[str, Any]) -> RunFacts:
     origins = origins_in(state)
     samplings = sorted({origin.sampling for origin in origins})
     schemes = [name for name in samplings if name != UNKNOWN_SAMPLING]
-    if schemes and plan["sampling"] not in schemes:  # batches of the training loop are charged as dpengine's are
+    # Batches that the training loop draws have the same events as those of dpengine.
+    if schemes and plan["sampling"] not in schemes:
         plan["sampling"] = schemes[0]
     relation = relation_of(origins)
     accounting = AccountingFacts(

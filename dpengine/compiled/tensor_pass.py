@@ -176,7 +176,7 @@ class TensorPass:
 
 
 def _negative_if_moved(sq_norms_BK: Tensor, grads: Sequence[Tensor]) -> Tensor:
-    """Returns -1 for all norms if one is nonzero without an output gradient. See note [positions] in graphs.py."""
+    """Returns -1 for all norms if one without output gradients is above 0. See note [positions] in graphs.py."""
     no_grad_B = torch.stack([(grad.reshape(len(grad), -1) == 0).all(dim=1) for grad in grads]).all(dim=0)
     moved = ((sq_norms_BK > 0).any(dim=1) & no_grad_B).any()
     return torch.where(moved, -1.0, sq_norms_BK)

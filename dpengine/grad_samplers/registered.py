@@ -100,9 +100,8 @@ def register_norm_sampler(
     per-sample gradients of each trainable parameter of the layer itself, ``{parameter: (B,)}``. With
     ``grad_sample_mode="auto"`` and ``"ghost"``, samples are clipped by these norms. Sums are computed by the registered
     grad sampler, else by the built-in rule, else by ``torch.func``. Other modes form gradients and compute their norms.
-    ``"auto"`` and ``"ghost"`` also do so if a parameter is used more than once in a pass, because the norms of the uses
-    cannot be added, if several samples are clipped together, if the pass is compiled, and if the model is distributed
-    over processes.
+    ``"auto"`` and ``"ghost"`` also do so if several samples are clipped together, if the pass is compiled, if the model
+    is distributed over processes, and if a parameter is used more than once in a pass: norms of uses cannot be added.
 
     Privacy: the guarantee holds only if the norms are correct. If a norm is too small, the contribution of a sample
     exceeds the sensitivity for which the noise was calibrated.

@@ -24,7 +24,7 @@ _REPETITIONS = 4  # number of independent sketches of a vector
 
 
 class KeptSamples(NamedTuple):
-    """Indices of the samples whose data are the same in both runs, in each of the runs."""
+    """Indices, in each run, of the samples whose data are the same in both runs."""
 
     in_baseline: Tensor
     in_rerun: Tensor
@@ -104,7 +104,7 @@ def holds_samples(node: Any, samples: int) -> bool:
 def number_of_samples(batch: Any, to_front: Callable[[Tensor], Tensor]) -> int | None:
     """Returns the number of samples of a batch; None if it is ambiguous.
 
-    It is the size of the first tensor or else of the arrays, the length of the lists in a dict, or that of a list.
+    It is the size of the first tensor, else of the arrays, else the length of the lists in a dict, else of the list.
     """
     if (tensor := next((t for t in tensors_in_outputs(batch) if t.dim()), None)) is not None:
         return len(to_front(tensor))
@@ -253,7 +253,7 @@ def mixed_loss_error(change: float, *, by_bound: bool = False) -> BatchDependent
 
     Args:
         change: Relative change of the gradient of a sample.
-        by_bound: Whether the gradient changed only when the outputs or data of other samples got very large shifts.
+        by_bound: True if the gradient changed only when the outputs or data of other samples were shifted very far.
     """
     shown = f"{100 * change:.2g}" if change < 0.99 else "100 or more"
     cause, typical = (

@@ -1,4 +1,4 @@
-"""Noise of a run from the arguments of ``make_private``: its correlation, matching batches, and noise multiplier."""
+"""Noise of a run from the arguments of ``make_private``: its correlation, its batches, and its noise multiplier."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _cyclic_groups(name: str, draws: Draws, relation: Relation, divisor: float |
             f"{rate * num_examples:g} do not divide them: {groups} groups would have {num_examples / groups:.4g} each.",
             fix=f"Pass a loader with batch_size={sizes[0]} or {sizes[1]}.",
         )
-    size = max(num_examples / groups, 1e-9) if divisor is None else divisor  # a declared constant is kept
+    size = max(num_examples / groups, 1e-9) if divisor is None else divisor  # keeps a batch size that the user declared
     return CyclicDraws(num_examples, 1.0, groups, groups, size, _partition(relation))
 
 

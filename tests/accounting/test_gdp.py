@@ -92,7 +92,7 @@ def test_replace_one_doubles_mu():
 
 
 @pytest.mark.hazard("A2")
-def test_no_central_limit_form_for_sampled_releases():
+def test_the_gdp_accountant_rejects_sampled_releases():
     with pytest.raises(AccountingRefusedError, match="accountant='pld'"):
         epsilon_of((Charge(PoissonGaussianEvent(0.1, 1.0), 3),), 1e-5, "gdp")
 

@@ -4,7 +4,7 @@ With L the loss of a release under P, ``M(z) = E_P[e^(z L)]`` and S the sum over
 
     delta(eps) = E[(1 - e^(eps - S))_+] = 1/(2 pi i) * integral of M(z)^k e^(-z eps) / (z (z + 1)) dz
 
-over any vertical line to the right of 0. Both integrands are analytic, that of ``M`` in the output and this one in
+over any vertical line to the right of 0. The integrand of ``M`` is analytic in the released value, and this one in
 ``z``, so the trapezoidal rule converges faster than any power of the spacing. Closed forms are computed by `mpmath`
 with a given number of digits.
 """
@@ -102,9 +102,11 @@ class Contour:
         total = np.zeros(len(z), dtype=complex)
         for p, loss, count in self.kinds:
             exponent = p + z.real.max() * loss
-            there = exponent > exponent.max() - 60  # the rest is negligible
-            pieces = np.array_split(z, max(1, len(z) * int(there.sum()) // 4_000_000))
-            one = [np.exp(piece[:, None] * loss[there] + p[there] - exponent.max()).sum(axis=1) for piece in pieces]
+            relevant = exponent > exponent.max() - 60  # the rest is negligible
+            pieces = np.array_split(z, max(1, len(z) * int(relevant.sum()) // 4_000_000))
+            one = [
+                np.exp(piece[:, None] * loss[relevant] + p[relevant] - exponent.max()).sum(axis=1) for piece in pieces
+            ]
             total += count * (np.log(np.concatenate(one)) + exponent.max())
         return total
 
@@ -138,7 +140,9 @@ class Contour:
             return 0.0
         tilts = np.exp(np.linspace(-12, 18, 121))
         moments = np.array([self.log_moment(np.array([tilt + 0j]))[0].real for tilt in tilts])
-        high = float(np.min((moments - target) / tilts))  # by Chernoff: delta suffices there
+        high = float(
+            np.min((moments - target) / tilts)
+        )  # by the Chernoff bound, delta at this epsilon is at most the target
         low = high
         while self._excess(low, target) <= 0:
             low, high = 0.9 * low, low
@@ -162,7 +166,7 @@ class Contour:
             return -math.inf
 
     def _saddle(self, eps):
-        """Returns the minimum of ``log M - z eps - log(z (z+1))`` on the positive axis, and the curvature there."""
+        """Returns the minimum of ``log M - z eps - log(z (z+1))`` on the positive axis, and the curvature relevant."""
 
         def f(theta):
             return self.log_moment(np.array([theta + 0j]))[0].real - theta * eps - math.log(theta * (theta + 1))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults.broken_files import exchanged
+from faults.broken_files import damage_tree
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -45,11 +45,11 @@ class Sealed:
             (self.folder / name).write_bytes(data)
         name = choose.choice([PUBLIC, *STATES])
         if name == PUBLIC:
-            changed = exchanged(choose, {"all": json.loads(self.whole[PUBLIC])}).get("all")
+            changed = damage_tree(choose, {"all": json.loads(self.whole[PUBLIC])}).get("all")
             (self.folder / PUBLIC).write_text(json.dumps(changed))
         else:
             key = choose.choice(STATES[name])
-            changed = exchanged(choose, {"all": json.loads(self.metadata[name][key])}).get("all")
+            changed = damage_tree(choose, {"all": json.loads(self.metadata[name][key])}).get("all")
             save_file(self.tensors[name], self.folder / name, {**self.metadata[name], key: json.dumps(changed)})
         self.seal(name)
 

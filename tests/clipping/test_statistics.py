@@ -7,7 +7,7 @@ from dpengine.clipping import Flat, PerLayer
 
 
 def statistics_of_pass(policy, scales):
-    """Returns the statistics of a pass of a two-layer model whose losses of single samples have the given scales."""
+    """Returns the statistics of a pass of a two-layer model. ``scales`` multiply the losses of the samples."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 2, bias=False)).double()
     passes = ClippedPasses(model, policy, loss_reduction="sum")

@@ -99,7 +99,7 @@ def _fail():
     raise RuntimeError("no scale")
 
 
-def test_a_jump_into_another_pass_is_charged_as_a_separate_pass():
+def test_a_jump_into_another_epoch_is_charged_as_a_separate_epoch():
     engine = PrivacyEngine()
     model, optimizer, loader = private(engine, poisson_sampling=False)
     train(model, optimizer, loader)

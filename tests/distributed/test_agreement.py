@@ -93,7 +93,7 @@ DISAGREEMENTS = {
 
 
 def errors_of_rank():
-    """Runs each setting on this rank of two. Returns the errors."""
+    """Runs each setting on this rank, one of two. Returns the errors."""
     settings = {name: setting for name, (setting, _) in DISAGREEMENTS.items()}
     settings |= {"changed": changed_at_random, "skips": skips_a_batch, "partly sharded": only_a_part_is_sharded}
     found = {}

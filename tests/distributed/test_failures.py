@@ -40,7 +40,7 @@ class Case:
     topology: str
 
     @property
-    def steps_alone(self) -> bool:
+    def others_may_update(self) -> bool:
         """Returns True if the other ranks may update their shards before they notice that the last rank failed."""
         return self.topology != "ddp" and self.failure in (
             "raises before the step",
@@ -149,7 +149,7 @@ def outcomes_of(cases, ranks, folder):
     """Returns the outcome of each run on each rank; None for a killed rank."""
     launched(ranks, run_cases, cases, folder)
     files = {case: [folder / f"run_case{i}-{rank}" for rank in range(ranks)] for i, case in enumerate(cases)}
-    return {case: [torch.load(one) if one.exists() else None for one in of] for case, of in files.items()}
+    return {case: [torch.load(one) if one.exists() else None for one in paths] for case, paths in files.items()}
 
 
 def meet(folder, number, rank, ranks):
@@ -190,7 +190,7 @@ def check(case, found):
         assert one["no gradients"] and one["clean in the end"]
         assert one["charged in the end"] - COMPLETE_STEPS in (1, 2)
         if one is not failed:
-            assert case.steps_alone or one["same weights"]
+            assert case.others_may_update or one["same weights"]
             assert one["charged"] > COMPLETE_STEPS or one["same weights"]
             assert case.topology != "ddp" or one["void"]  # others fail within the step itself
 

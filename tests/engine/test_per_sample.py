@@ -264,7 +264,7 @@ class LargestResult(TorchDispatchMode):
         return result
 
 
-def test_norms_and_sums_form_no_per_sample_gradient_and_grad_sample_does_when_it_is_read():
+def test_per_sample_gradients_are_formed_only_when_grad_sample_is_read():
     torch.manual_seed(3)
     model = nn.Sequential(nn.Conv2d(8, 64, 5, padding=2), nn.Flatten(), nn.Linear(64 * 64, 256))
     samples = 128
@@ -283,7 +283,7 @@ def test_norms_and_sums_form_no_per_sample_gradient_and_grad_sample_does_when_it
 
 
 @pytest.mark.slow
-def test_norms_keep_no_per_sample_gradient_that_would_be_fast_to_form():
+def test_norms_keep_no_per_sample_gradients_even_if_that_is_faster():
     torch.manual_seed(3)
     model, samples = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 48)), 2048
     wrapped = GradSampleModule(model)

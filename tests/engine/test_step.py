@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE006", "ignore:.*DPE012", "i
 
 
 def leave_the_batch(loop, batch, chunks):
-    """Draws the batch and does not use it."""
+    """Does not use the batch, which the test has drawn."""
 
 
 def restart_the_loader(loop, batch, chunks):
@@ -73,7 +73,7 @@ def leave_out_a_parameter(loop, batch, chunks):
         loop.optimizer.step()
 
 
-VOIDS = [
+WAYS_TO_DISCARD = [
     leave_the_batch,
     restart_the_loader,
     fail_in_backward,
@@ -89,7 +89,7 @@ VOIDS = [
 @pytest.mark.one_in(8, "mode", "spoil", others="slow")
 @pytest.mark.one_in(4, "mode", "spoil")
 @pytest.mark.parametrize("mode", ["auto", "hooks", "functorch", "ew", "ghost"])
-@pytest.mark.parametrize("spoil", VOIDS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("spoil", WAYS_TO_DISCARD, ids=lambda f: f.__name__)
 def test_step_after_a_discarded_batch_equals_that_of_a_fresh_engine(spoil, mode):
     options = {"noise_multiplier": 1.0, "make_optimizer": lambda ps: Fragile(ps, lr=0.5), "grad_sample_mode": mode}
     loop = make_loop(**options)
@@ -124,7 +124,7 @@ def test_an_unfinished_batch_discards_the_batches_merged_with_it():
     assert all(torch.equal(found[name], truth[name]) for name in truth)
 
 
-def test_an_unused_batch_keeps_the_batches_before_it():
+def test_an_unused_batch_does_not_discard_earlier_ones():
     loop = make_loop(noise_multiplier=1.0)
     chunks = iter(loop.loader)
     loop.backward(*next(chunks))

@@ -74,7 +74,7 @@ def test_gradients_whose_squares_overflow_or_underflow_float32_are_clipped(mode,
 
 
 class Weighted(nn.Module):
-    """Layer over positions whose output gradients are part of the data."""
+    """Applies a layer at each position. Its output gradients are part of the data."""
 
     def __init__(self, layer, call):
         super().__init__()

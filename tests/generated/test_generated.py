@@ -74,7 +74,7 @@ def scaled(sampler):
 
 
 def suited(kind, seeds=range(3000)):
-    """Yields subjects that train such a layer with its grad sampler, in single precision or better."""
+    """Yields subjects that train a layer of class ``kind`` with its grad sampler, in single precision or better."""
     for seed in seeds:
         subject = drawn(seed)
         settings = subject.settings
@@ -102,8 +102,8 @@ def test_a_layer_whose_gradients_are_one_percent_too_large_is_detected(monkeypat
 
 @pytest.mark.slow
 def test_samples_above_the_clipping_norm_are_detected(monkeypatch):
-    bound = Flat.factors
-    monkeypatch.setattr(Flat, "factors", lambda self, norms_BK: bound(self, norms_BK) * (1 + 2e-6))
+    original = Flat.factors
+    monkeypatch.setattr(Flat, "factors", lambda self, norms_BK: original(self, norms_BK) * (1 + 2e-6))
     seeds = [seed for seed in range(200) if drawn(seed).settings["clipping"] == "flat"][:20]
     whys = (verdict.why for seed in seeds for verdict in survey([seed]).of("wrong").values())
     assert any("above the threshold" in why for why in whys)

@@ -46,7 +46,7 @@ class ScaledTanh(nn.Module):
         return torch.tanh(x * self.factor) + self.shift
 
 
-def mix_grads(layer, activations, backprops):
+def scaled_tanh_grads(layer, activations, backprops):
     (x,) = activations
     inner = 1 - torch.tanh(x * layer.factor).square()
     grads = {layer.factor: (backprops * inner * x).sum(1), layer.shift: backprops.sum(1)}
@@ -72,15 +72,15 @@ def model_of(layer):
 
 
 SOURCES = {  # source of the sums: layer, registered grad sampler, reference rule
-    "own-grad-sampler": (ScaledTanh, mix_grads, mix_grads),
-    "functional-fallback": (ScaledTanh, None, mix_grads),
+    "own-grad-sampler": (ScaledTanh, scaled_tanh_grads, scaled_tanh_grads),
+    "functional-fallback": (ScaledTanh, None, scaled_tanh_grads),
     "built-in": (lambda: nn.Linear(5, 5), None, linear_grads),
     "built-in-replaced": (lambda: nn.Linear(5, 5), linear_grads, linear_grads),
 }
 
 
 def registered(source, times):
-    """Returns a model whose middle layer has a registered norm function. A subclass of Linear is registered."""
+    """Returns a model whose middle layer has a registered norm function, in a subclass of Linear if it has a rule."""
     make, rule, right = SOURCES[source]
     layer = make()
     kind = type("Only", (type(layer),), {}) if isinstance(layer, nn.Linear) and rule is not None else type(layer)
@@ -127,10 +127,10 @@ def test_only_the_modes_that_use_norms_clip_by_registered_norms(source, mode):
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
 def test_both_reductions_and_both_forms_give_the_same_sums(mode, own_loss, reduction):
     def seen(layer, activations, backprops):
-        whole.append(backprops)
-        return mix_grads(layer, activations, backprops)
+        received.append(backprops)
+        return scaled_tanh_grads(layer, activations, backprops)
 
-    whole = []
+    received = []
     model, (inputs, cotangent) = model_of(ScaledTanh()), batch()
     register_grad_sampler(ScaledTanh, own_loss=own_loss)(seen)
     register_norm_sampler(ScaledTanh, own_loss=own_loss)(norms_of(seen))
@@ -139,7 +139,7 @@ def test_both_reductions_and_both_forms_give_the_same_sums(mode, own_loss, reduc
     found, _ = clip_by_engine(model, inputs, loss, mode=mode, reduction=reduction)
     assert relative_error(found, loop(model, inputs, cotangent)) <= 1e-9
     expected = cotangent @ model[3].weight / (1 if own_loss else divisor)
-    torch.testing.assert_close(whole[0], expected)
+    torch.testing.assert_close(received[0], expected)
 
 
 def twice_model(layer):
@@ -195,11 +195,11 @@ def test_each_function_is_called_once_for_all_parameters_of_a_call(counted, mode
 
     def grads(layer, activations, backprops):
         calls.append(1)
-        return mix_grads(layer, activations, backprops)
+        return scaled_tanh_grads(layer, activations, backprops)
 
     if counted == "gradients":
         register_grad_sampler(ScaledTanh)(grads)
-    register_norm_sampler(ScaledTanh)(norms_of(grads if counted == "norms" else mix_grads))
+    register_norm_sampler(ScaledTanh)(norms_of(grads if counted == "norms" else scaled_tanh_grads))
     inputs, cotangent = batch()
     model = ScaledTanh(2).double()
     sums = ClippedPasses(model, probes=False, mode=mode, loss_reduction="sum")  # a probe calls the sampler again
@@ -254,13 +254,13 @@ def test_privacy_units_are_clipped_without_registered_norms(source, monkeypatch)
     assert relative_error(sums.totals(), clipped_sum(units, 1 - SLACK)) <= 1e-9
 
 
-def test_a_strategy_that_cannot_hold_hooks_still_forms_gradients():
+def test_gradients_are_formed_if_registered_norms_cannot_be_used():
     layer = registered("own-grad-sampler", 7.0)[2]
     clipped = GradientsOfRows(MethodTable(timed=False))
     assert rule_for(layer).gradients is sampler_for(layer)
     call, uses = call_of(layer)
     clipped.receive(call, uses, rule_for(layer))
-    truth = mix_grads(layer, list(call.inputs), call.grad_output)
+    truth = scaled_tanh_grads(layer, list(call.inputs), call.grad_output)
     sq_norm_B = sum(grad.square().sum(1) for grad in truth.values())
     torch.testing.assert_close(clipped.sq_norms(truth, 1.0), sq_norm_B)
 
@@ -281,7 +281,7 @@ class WrittenForAutograd(ScaledTanh):
 @pytest.mark.parametrize("wrapped", [lambda layer: layer, twice_model], ids=["once", "twice"])
 def test_hooks_do_not_record_while_a_layer_is_replayed(wrapped, mode):
     layer = WrittenForAutograd()
-    register_norm_sampler(WrittenForAutograd)(norms_of(mix_grads))
+    register_norm_sampler(WrittenForAutograd)(norms_of(scaled_tanh_grads))
     model, (inputs, cotangent) = model_of(wrapped(layer)), batch()
     found, _ = clip_by_engine(model, inputs, loss_of_rows(cotangent), mode=mode)
     truth, _ = clip_by_loop(model, inputs, lambda o, i: (o * cotangent[i]).sum(), ROWS)
@@ -289,7 +289,7 @@ def test_hooks_do_not_record_while_a_layer_is_replayed(wrapped, mode):
 
 
 def test_frozen_parameters_need_no_norms():
-    register_norm_sampler(ScaledTanh)(norms_of(mix_grads))
+    register_norm_sampler(ScaledTanh)(norms_of(scaled_tanh_grads))
     model, (inputs, cotangent) = model_of(ScaledTanh()), batch()
     model[2].shift.requires_grad_(False)
     found, _ = clip_by_engine(model, inputs, loss_of_rows(cotangent))
@@ -300,7 +300,7 @@ def test_norm_samplers_do_not_match_subclasses():
     register_norm_sampler(nn.Linear)(norms_of(linear_grads))
     other = type("Other", (nn.Linear,), {})(2, 3)
     assert rule_for(other) is None
-    register_norm_sampler(ScaledTanh)(norms_of(mix_grads))
+    register_norm_sampler(ScaledTanh)(norms_of(scaled_tanh_grads))
     for replaced in (nn.Linear(2, 3), ScaledTanh()):
         replaced.forward = lambda x: x
         assert rule_for(replaced) is None
@@ -330,7 +330,7 @@ WRONG = {
 @pytest.mark.parametrize("mode", NORM_MODES)
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_norms_are_rejected_with_layer_and_parameter(message, mode):
-    right = norms_of(mix_grads)
+    right = norms_of(scaled_tanh_grads)
     register_norm_sampler(ScaledTanh)(lambda layer, *call: WRONG[message](layer, right(layer, *call)))
     model = nn.Sequential(nn.Linear(2, 5), ScaledTanh())
     clipper = PerSampleGradientClipper(model, Flat(1.0), grad_sample_mode=mode)
@@ -355,7 +355,7 @@ def test_a_norm_sampler_that_cannot_be_called_is_rejected_at_registration():
 def test_a_registered_rule_gets_the_batch_on_axis_0_of_a_time_first_layer(mode):
     def seen(layer, activations, backprops):
         shapes.append((activations[0].shape, backprops.shape))
-        return mix_grads(layer, activations, backprops)
+        return scaled_tanh_grads(layer, activations, backprops)
 
     shapes = []
     register_grad_sampler(ScaledTanh)(seen)

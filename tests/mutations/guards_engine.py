@@ -49,7 +49,7 @@ GUARDS = [
         "all merged batches are charged",
         "self.ledger.charge(event, count=count)\n        finally:",
         "self.ledger.charge(event, count=1)\n        finally:",
-        "engine/test_step.py::test_an_unused_batch_keeps_the_batches_before_it",
+        "engine/test_step.py::test_an_unused_batch_does_not_discard_earlier_ones",
     ),
     Guard(
         "a discarded batch is charged",

@@ -114,12 +114,12 @@ def test_the_distribution_is_that_of_the_formula(sigma):
     found = drawn(200_000, sigma, seed=1)
     reach = math.ceil(6 * sigma)
     places = np.arange(-reach, reach + 1)
-    law = np.exp(-np.square(places) / (2 * sigma**2))
-    law /= np.exp(-np.square(np.arange(-60 * reach - 60, 60 * reach + 61)) / (2 * sigma**2)).sum()
+    probabilities = np.exp(-np.square(places) / (2 * sigma**2))
+    probabilities /= np.exp(-np.square(np.arange(-60 * reach - 60, 60 * reach + 61)) / (2 * sigma**2)).sum()
     counts = np.array([(found == place).sum() for place in places])
-    often = law * len(found) >= 10
-    observed = np.append(counts[often], len(found) - counts[often].sum())
-    expected = np.append(law[often], 1 - law[often].sum()) * len(found)
+    is_frequent = probabilities * len(found) >= 10
+    observed = np.append(counts[is_frequent], len(found) - counts[is_frequent].sum())
+    expected = np.append(probabilities[is_frequent], 1 - probabilities[is_frequent].sum()) * len(found)
     if expected[-1] < 10:
         observed, expected = observed[:-1], expected[:-1] * (observed[:-1].sum() / expected[:-1].sum())
     assert stats.chisquare(observed, expected).pvalue > 1e-4

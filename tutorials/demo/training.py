@@ -51,7 +51,7 @@ class PrivateOutcome:
     """Results of a private run.
 
     Attributes:
-        trained: The model.
+        trained: The trained model, its accuracy and its duration.
         engine: Engine of the run, with its privacy cost.
         curve: Number of charged steps and epsilon after each epoch.
     """

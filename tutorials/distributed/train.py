@@ -40,7 +40,7 @@ class Network(nn.Module):
 
 
 def wrapped(model: Network, wrap: str) -> nn.Module:
-    """Wraps the model in DDP or FSDP, as without dpengine."""
+    """Wraps the model in DDP or FSDP, as in a script without dpengine."""
     if wrap == "ddp":
         return DistributedDataParallel(model)
     if wrap == "fsdp":

@@ -1,4 +1,4 @@
-"""Empirical distributions of simulated losses in both directions, and the privacy curve of all other releases."""
+"""Empirical distributions of simulated losses in both directions, and the privacy curve of other releases."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Simulation:
         return max(tally.estimate(epsilon, curve) for tally in self.directions)
 
     def smallest_epsilon(self, threshold: float, curve: Curve, sufficient: float) -> float:
-        """Returns the smallest epsilon whose estimate is at most the threshold, as is that of ``sufficient``."""
+        """Returns the smallest epsilon whose estimate is at most the threshold, which must hold for ``sufficient``."""
         if self.estimate(0.0, curve) <= threshold:
             return 0.0
         low, high = 0.0, sufficient

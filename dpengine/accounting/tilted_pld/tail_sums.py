@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _UNIT = 2.0**-53
 _RELEVANT = 60.0  # -log of the weight below which masses are negligible
-_MIN_POINTS_PER_FREQUENCY = 64  # lattice points per frequency from which geometric sums are faster
+_MIN_POINTS_PER_FREQUENCY = 64  # geometric sums are faster with at least this ratio
 
 
 @dataclass(frozen=True)

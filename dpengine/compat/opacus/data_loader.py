@@ -70,7 +70,7 @@ class CollateFnWithEmpty:
     def __call__(self, batch: list[Any]) -> Any:
         """Collates the examples, or returns an empty batch.
 
-        Raises TypeError for an empty batch if the first batch had other values than tensors.
+        Raises TypeError for an empty batch if the first batch contained anything other than tensors.
         """
         if len(batch):
             collated = batch if self.wrapped_collator_fn is None else self.wrapped_collator_fn(batch)
@@ -129,11 +129,11 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
 
     Args:
         dataset: A map-style data set.
-        sample_rate: Probability of each example to be in a batch, in (0, 1].
+        sample_rate: Probability that an example is in a batch, in (0, 1].
         collate_fn: Function from a list of examples to a batch; None for torch's default.
         drop_last: Has no effect, because the last batch is not shorter.
         generator: Source of the seed of reproducible batches, for tests.
-        distributed: Whether each process loads its own part of every batch, or the topology of the model.
+        distributed: True if each process loads its own part of every batch. A topology of the model is also accepted.
         batch_first: Whether axis 0 of tensors is the batch; else axis 1.
         rand_on_empty: Whether an empty batch has one sample of zeros and ones, whose gradient is dropped.
         kwargs: Further arguments of ``torch.utils.data.DataLoader``.
@@ -195,7 +195,7 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
 
     @property
     def sample_rate(self) -> float:
-        """Probability of each example to be in a batch."""
+        """Probability that an example is in a batch."""
         return self.strategy.sample_rate
 
 
