@@ -114,7 +114,7 @@ class LedgerFile:
                     raise
                 raise LedgerError(
                     f"{self.path} cannot be written: {error}.",
-                    fix="The step was not taken, and its batch is discarded. Free disk space, then continue.",
+                    fix="No entry was added, and a batch that it charges is discarded. Free disk space, then continue.",
                 ) from error
             self._size += len(data)
             for entry in entries:
